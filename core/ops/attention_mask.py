@@ -1,0 +1,41 @@
+"""Which query row of an attention sees which key, apart from -inf entries of the bias."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from opmux.core.request import Operands, Request
+
+
+def diagonal(request: Request, operands: Operands) -> jax.Array:
+    """The key that query row 0 of each batch element stands on, [B] int32; 0 unless `bottom_right`."""
+    B, T = request["query"].shape[:2]
+    S = request["key"].shape[1]
+    if not request.params.bottom_right:
+        return jnp.zeros((B,), jnp.int32)
+    q_lengths = operands.get("q_lengths", jnp.full((B,), T, jnp.int32))
+    kv_lengths = operands.get("kv_lengths", jnp.full((B,), S, jnp.int32))
+    return kv_lengths - q_lengths
+
+
+def visible(request: Request, operands: Operands) -> jax.Array:
+    """True where a query may see a key; broadcasts to [B, N, T, S]."""
+    T, S = request["query"].shape[1], request["key"].shape[1]
+    rows = jnp.arange(T, dtype=jnp.int32)[None, :, None]
+    columns = jnp.arange(S, dtype=jnp.int32)[None, None, :]
+    seen = jnp.ones((1, 1, 1), bool)
+    if "q_lengths" in operands:
+        seen = seen & (rows < operands["q_lengths"][:, None, None])
+    if "kv_lengths" in operands:
+        seen = seen & (columns < operands["kv_lengths"][:, None, None])
+    if request.params.banded:
+        center = rows + diagonal(request, operands)[:, None, None]
+        if request.params.left is not None:
+            seen = seen & (columns >= center - request.params.left)
+        if request.params.right is not None:
+            seen = seen & (columns <= center + request.params.right)
+    if "q_segments" in operands:
+        seen = seen & (operands["q_segments"][:, :, None] == operands["kv_segments"][:, None, :])
+    seen = seen[:, None]
+    return seen & operands["mask"] if "mask" in operands else seen
