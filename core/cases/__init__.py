@@ -1,0 +1,1 @@
+"""Test cases of the built-in ops: one table an op, used by every backend."""
