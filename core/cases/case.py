@@ -21,6 +21,7 @@ class Case:
       grad: whether gradients of the case are checked too (by finite differences of the float64 oracle).
       rtol: relative tolerance in place of the one of the output's dtype, where the case has a reason.
       source: public report that the case stands for, such as `pytorch#103963`.
+      transforms: whether the case also runs under every transform; for a few small ones an op.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Case:
     grad: bool = True
     rtol: float | None = None
     source: str = ""
+    transforms: bool = False
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, the same ones every time."""
