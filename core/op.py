@@ -68,6 +68,9 @@ class Op:
       check_values: checks what only concrete values show. Called with those of `value_checked` that were
         given and are concrete, by name, and with the shapes of all array arguments.
       value_checked: parameters whose concrete values are checked.
+      prepare: reads concrete arguments whose values decide shapes. Called with the bound arguments by name
+        before anything is traced; returns them with such an argument replaced by a pytree that holds its
+        arrays as leaves and what was read from them as static data, which `canonicalize` takes in its place.
       config: base config schema; implementations extend it.
       cases: the op's test cases, used by every backend.
     """
@@ -82,6 +85,7 @@ class Op:
     residuals: tuple[str, ...] = ()
     check_values: Callable[[Mapping[str, np.ndarray], Mapping[str, tuple[int, ...]]], None] | None = None
     value_checked: tuple[str, ...] = ()
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     config: type[Config] = NoConfig
     cases: Callable[[], Iterable[Any]] = tuple
 

@@ -1,0 +1,372 @@
+"""`chunk_fwd_h`: the inter-chunk state pass of gated linear attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from opmux.core.check import Checker
+from opmux.core.op import Call, Cost, Op, make_request
+from opmux.core.ops.chunk_gates import Exponents, decayed, exponents
+from opmux.core.ops.chunk_index import Offsets, RowTable, gather_rows, max_rows, row_table
+from opmux.core.request import ArraySpec, Operands, Outputs, Request
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+GATES = ("g", "g_gamma", "gk", "gv")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkParams:
+    """Static parameters of a canonical `chunk_fwd_h`.
+
+    Attributes:
+      chunk_size: tokens over which cumulative gates run before they restart.
+      split_size: tokens between stored states; a multiple of `chunk_size`.
+      num_splits: states to store, a row of output `h` each: exact, or an upper bound where the offsets of
+        packed sequences are traced.
+      longest: no sequence is longer, or it is at least `split_size`.
+      raw: gates are per token instead of chunk-local running sums.
+      states_in_fp32: states are stored as they are carried instead of in the dtype of `k`.
+    """
+
+    chunk_size: int
+    split_size: int
+    num_splits: int
+    longest: int
+    raw: bool = False
+    states_in_fp32: bool = False
+
+    @property
+    def chunk(self) -> int:
+        """Chunk size that does the same work without tokens that no sequence has."""
+        return max(1, min(self.chunk_size, self.longest))
+
+    @property
+    def span(self) -> int:
+        """Tokens of a split likewise; a multiple of `chunk`."""
+        return min(self.split_size, -(-self.longest // self.chunk) * self.chunk) if self.longest else 1
+
+
+def canonicalize(
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H"] | None = None,
+    g_gamma: Float[Array, " H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    h0: Float[Array, "N H K V"] | None = None,
+    *,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    chunk_size: int = 64,
+    split_size: int | None = None,
+    states_in_fp32: bool = False,
+    gates: str = "cumulative",
+) -> Any:
+    """States between the chunks of gated linear attention.
+
+    For each sequence and head, the state [K, V] follows
+
+        S_t[i, j] = exp(g_t + g_gamma + gk_t[i] + gv_t[j]) * S_{t-1}[i, j] + k_t[i] * v_t[j]
+
+    from `h0`, where all gates are natural logs per token and absent ones count 0; if several are given, all
+    of them act. Row c of `h` is the state before token `c * split_size` of its sequence. The state is
+    carried in float32 (float64 for float64 inputs) and never rounded between chunks; gates are used in that
+    dtype too. A last chunk may be short: padding takes no part, whatever it holds.
+
+    With `gates="cumulative"`, `g`, `gk` and `gv` are running sums over the tokens of a chunk, inclusive,
+    that restart at every chunk and at every sequence, and must be finite. With `gates="raw"` they are per
+    token, which stays exact for any strength of decay; -inf forgets all that came before. `g_gamma` is per
+    token in both.
+
+    Args:
+      k: keys, [B, T, H, K]. Note the order: time before heads.
+      v: values, [B, T, H, V].
+      g: log gate of a head, [B, T, H].
+      g_gamma: constant log gate of a head, [H].
+      gk: log gates of the key channels, [B, T, H, K].
+      gv: log gates of the value channels, [B, T, H, V].
+      h0: initial states, [N, H, K, V], where N is the number of sequences; 0 if not given.
+      output_final_state: also return the state after the last token of each sequence.
+      cu_seqlens: offsets of N sequences packed along T (B is 1), [N + 1], from 0 to T, never decreasing. An
+        empty sequence repeats an offset. Concrete offsets are validated and give exact shapes; traced ones
+        are taken as they are: tokens past the last offset belong to no sequence.
+      chunk_size: tokens of a chunk.
+      split_size: tokens between stored states, a multiple of `chunk_size`; `chunk_size` by default.
+      states_in_fp32: return `h` in float32 instead of in the dtype of `k`.
+      gates: `cumulative` or `raw`.
+
+    Returns:
+      A pair `(h, ht)`. `h` is [B, NS, H, K, V] in the dtype of `k`, where NS is ceil(T / split_size), or, of
+      packed sequences, the sum of ceil(length / split_size), sequence after sequence; where `cu_seqlens` is
+      traced, NS is the bound min(T, (T + N * (split_size - 1)) // split_size), and rows past the sum are 0.
+      `ht` is [N, H, K, V], float32 (float64 for float64 inputs), or None without `output_final_state`; of an
+      empty sequence it is `h0`.
+
+    Raises:
+      ArgumentError: a rank, shape, dtype or value is not allowed.
+
+    The op follows `chunk_fwd_h` of flash-linear-attention (Yang and Zhang), whose gates are base 2 from
+    version 0.5.1 on; the chunked form is that of Yang et al., arXiv:2312.06635.
+    """
+    check = Checker("chunk_fwd_h")
+    chunk_size, split_size = _sizes(check, chunk_size, split_size)
+    if gates not in ("cumulative", "raw"):
+        raise check.error("gates", repr(gates), "'cumulative' or 'raw'")
+    output_final_state = check.boolean("output_final_state", output_final_state)
+    states_in_fp32 = check.boolean("states_in_fp32", states_in_fp32)
+    k, v = check.floating("k", k), check.floating("v", v)
+    if k.ndim != 4:
+        raise check.error("k", f"shape {k.shape}", "[B, T, H, K]", "A single sequence is a batch of one.")
+    B, T, H, K = k.shape
+    if v.ndim != 4 or v.shape[:3] != (B, T, H):
+        raise check.error("v", f"shape {v.shape}", f"[{B}, {T}, {H}, V] for a k of shape {k.shape}", _layout(T, H))
+    V = v.shape[3]
+    dtype = k.dtype
+    common = jnp.result_type(k, v)
+    acc = accumulator(common)
+    operands: dict[str, Any] = {"k": k.astype(common), "v": v.astype(common)}
+
+    for name, gate, shape in (
+        ("g", g, (B, T, H)), ("g_gamma", g_gamma, (H,)), ("gk", gk, (B, T, H, K)), ("gv", gv, (B, T, H, V)),
+    ):  # fmt: skip
+        if gate is not None:
+            gate = check.floating(name, gate)
+            if gate.shape != shape:
+                raise check.error(
+                    name, f"shape {gate.shape}", f"{list(shape)} for a k of shape {k.shape} and a v of shape {v.shape}",
+                    _layout(T, H) if len(shape) > 1 else "",
+                )  # fmt: skip
+            operands[name] = gate.astype(acc)
+
+    N, num_splits, longest, offsets = B, -(-T // split_size), T, None
+    if cu_seqlens is not None:
+        offsets, N, num_splits, longest = _packed(check, cu_seqlens, k, split_size)
+    if h0 is not None:
+        h0 = check.floating("h0", h0)
+        if h0.shape != (N, H, K, V):
+            raise check.error(
+                "h0", f"shape {h0.shape}", f"[N, H, K, V] = {[N, H, K, V]}, where N is the number of sequences",
+                "This state is [K, V], not [V, K]." if h0.shape == (N, H, V, K) else "",
+            )  # fmt: skip
+        operands["h0"] = h0.astype(acc)
+    if offsets is not None:
+        operands["cu_seqlens"] = offsets
+
+    params = ChunkParams(chunk_size, split_size, num_splits, longest, gates == "raw", states_in_fp32)
+
+    def finish(outputs: Outputs) -> Any:
+        h = outputs["h"] if states_in_fp32 else outputs["h"].astype(dtype)
+        return h, outputs["ht"] if output_final_state else None
+
+    wanted = ("h", "ht") if output_final_state else ("h",)
+    return Call(make_request("chunk_fwd_h", operands, params, wanted), operands, finish)
+
+
+def prepare(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Reads concrete `cu_seqlens`, so that what follows may trace them and still know exact shapes."""
+    cu_seqlens = arguments.get("cu_seqlens")
+    if cu_seqlens is None or isinstance(cu_seqlens, Offsets | jax.core.Tracer | jax.ShapeDtypeStruct):
+        return arguments
+    check = Checker("chunk_fwd_h")
+    _, split_size = _sizes(check, arguments.get("chunk_size", 64), arguments.get("split_size"))
+    return {**arguments, "cu_seqlens": Offsets.of(check, cu_seqlens, split_size)}
+
+
+def _sizes(check: Checker, chunk_size: Any, split_size: Any) -> tuple[int, int]:
+    split_size = chunk_size if split_size is None else split_size
+    for name, size in (("chunk_size", chunk_size), ("split_size", split_size)):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise check.error(name, f"a {type(size).__name__}", "a positive Python int", type_=True)
+        if size < 1:
+            raise check.error(name, str(size), "a positive int")
+    if split_size % chunk_size:
+        raise check.error("split_size", str(split_size), f"a multiple of chunk_size, which is {chunk_size}")
+    return int(chunk_size), int(split_size)
+
+
+def _packed(check: Checker, cu_seqlens: Any, k: jax.Array, split_size: int) -> tuple[jax.Array, int, int, int]:
+    """Offsets as an operand, the number of sequences, the number of splits and the longest length."""
+    B, T = k.shape[:2]
+    if B != 1:
+        raise check.error(
+            "cu_seqlens", f"offsets for a batch of {B}", "offsets for a batch of one",
+            "Packed sequences lie one after another along T; reshape k to [1, B * T, H, K], and the others alike.",
+        )  # fmt: skip
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        values = check.integer("cu_seqlens", cu_seqlens)
+        if values.ndim != 1 or values.size == 0:
+            raise check.error("cu_seqlens", f"shape {values.shape}", "[N + 1] offsets, the first of them 0")
+        N = values.size - 1
+        return values.astype(jnp.int32), N, max_rows(T, N, split_size), T
+    offsets = cu_seqlens if isinstance(cu_seqlens, Offsets) else Offsets.of(check, cu_seqlens, split_size)
+    if offsets.total != T:
+        raise check.error("cu_seqlens", f"offsets that end at {offsets.total}", f"offsets that end at T, which is {T}")
+    values = jnp.asarray(offsets.values)
+    return values, values.size - 1, offsets.num_splits, offsets.longest
+
+
+def _layout(T: int, H: int) -> str:
+    note = "The layout is [B, T, H, D]: time before heads."
+    return f"{note} T = {T} and H = {H} look like heads before time." if T < H else note
+
+
+def accumulator(dtype: Any) -> np.dtype[Any]:
+    """Float64 for float64 inputs, else float32."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def sequences(request: Request) -> int:
+    """Number of sequences."""
+    return request["cu_seqlens"].size - 1 if "cu_seqlens" in request else request["k"].shape[0]
+
+
+def outputs(request: Request) -> dict[str, ArraySpec]:
+    """`h` [B, NS, H, K, V] in the dtype of `k` or the accumulator's; `ht` [N, H, K, V] in the accumulator's."""
+    params: ChunkParams = request.params
+    B, _, H, K = request["k"].shape
+    V = request["v"].shape[-1]
+    acc = accumulator(request["k"].dtype)
+    return {
+        "h": ArraySpec((B, params.num_splits, H, K, V), acc if params.states_in_fp32 else request["k"].dtype),
+        "ht": ArraySpec((sequences(request), H, K, V), acc),
+    }
+
+
+def without_tokens(request: Request, operands: Operands) -> Outputs | None:
+    """The outputs where there is no token or no state to compute, else None."""
+    specs = outputs(request)
+    h, ht = (jnp.zeros(specs[name].shape, specs[name].dtype) for name in ("h", "ht"))
+    if h.size:
+        return None
+    return {"h": h, "ht": operands.get("h0", ht)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens of a request cut into rows of `params.span` tokens, one for each stored state.
+
+    Attributes:
+      arrays: `k`, `v` and the gates by name, [B, R, span, H, ...]; `g_gamma` as it is.
+      lengths: valid tokens of each row, [B, R].
+      table: where the rows of packed sequences lie.
+      full: every row is known to be full.
+    """
+
+    arrays: dict[str, jax.Array]
+    lengths: jax.Array
+    table: RowTable | None
+    full: bool
+
+
+def cut_rows(request: Request, operands: Operands) -> Rows:
+    """Cuts the tokens of a request into rows; padding is 0."""
+    params: ChunkParams = request.params
+    B, T = request["k"].shape[:2]
+    R, span = params.num_splits, params.span
+    arrays = {name: operands[name] for name in ("k", "v", *GATES) if name in operands}
+    if "cu_seqlens" in operands:
+        table = row_table(operands["cu_seqlens"], params.split_size, R)
+        rows = {n: a if n == "g_gamma" else gather_rows(a, table, span) for n, a in arrays.items()}
+        return Rows(rows, table.length[None], table, False)
+    pad_to = R * span - T
+
+    def cut(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, 0), (0, pad_to), *((0, 0),) * (array.ndim - 2))) if pad_to else array
+        return padded.reshape(B, R, span, *array.shape[2:])
+
+    rows = {n: a if n == "g_gamma" else cut(a) for n, a in arrays.items()}
+    lengths = jnp.minimum(span, T - span * jnp.arange(R, dtype=jnp.int32))
+    return Rows(rows, jnp.broadcast_to(lengths, (B, R)), None, pad_to == 0)
+
+
+def reference(request: Request, operands: Operands) -> Outputs:
+    """The specification: what each row of tokens adds to the state at once, then the states one by one."""
+    trivial = without_tokens(request, operands)
+    if trivial is not None:
+        return trivial
+    params: ChunkParams = request.params
+    specs = outputs(request)
+    acc = specs["ht"].dtype
+    rows = cut_rows(request, operands)
+    decay = exponents(
+        {n: a for n, a in rows.arrays.items() if n in GATES},
+        rows.lengths, params.span, params.chunk, params.raw, rows.full,
+    )  # fmt: skip
+
+    # [R, B, H, K, V]: rows lead, since the states are computed along them.
+    k = decayed(rows.arrays["k"].astype(acc), decay.k)
+    v = decayed(rows.arrays["v"].astype(acc), decay.v)
+    added = lax.dot_general(k, v, (((2,), (2,)), ((1, 0, 3), (1, 0, 3))), precision=lax.Precision.HIGHEST)
+    h0 = operands.get("h0", jnp.zeros((1, *specs["ht"].shape[1:]), acc))
+    h, ht = _states(added, decay, jnp.broadcast_to(h0, specs["ht"].shape), rows.table)
+    return {"h": jnp.moveaxis(h, 0, 1).astype(specs["h"].dtype), "ht": ht}
+
+
+def _states(
+    added: jax.Array, decay: Exponents, h0: jax.Array, table: RowTable | None
+) -> tuple[jax.Array, jax.Array]:
+    """The state before each row [R, B, H, K, V], and after each sequence [N, H, K, V]."""
+    factors = [jnp.exp(jnp.moveaxis(e, 1, 0)) for e in (decay.state_k, decay.state_v) if e is not None]
+
+    def advance(state: jax.Array, factors: list[jax.Array], added: jax.Array) -> jax.Array:
+        for factor in factors:
+            state = state * factor
+        return state + added
+
+    if table is None:
+        ht, h = lax.scan(lambda state, row: (advance(state, *row), state), h0, (factors, added))
+        return h, ht
+
+    row = jnp.arange(table.sequence.shape[0], dtype=jnp.int32)
+    opens = row == table.first_row[table.sequence]
+
+    def step(state: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
+        opens, initial, factors, added = row
+        state = jnp.where(opens, initial, state)
+        return advance(state, factors, added), state
+
+    _, h = lax.scan(step, jnp.zeros_like(added[0]), (opens, h0[table.sequence], factors, added))
+    last = table.first_row[1:] - 1
+    final = advance(h[last, 0], [factor[last, 0] for factor in factors], added[last, 0])
+    empty = (table.first_row[1:] == table.first_row[:-1])[:, None, None, None]
+    used = (table.length > 0)[:, None, None, None, None]
+    return jnp.where(used, h, 0), jnp.where(empty, h0, final)
+
+
+def cost(request: Request) -> Cost:
+    """One product of keys and values for each token, and one update of the state for each row."""
+    B, T, H, K = request["k"].shape
+    V = request["v"].shape[-1]
+    specs = outputs(request)
+    moved = [spec for _, spec in request.operands] + [specs[name] for name in request.wanted]
+    return Cost(
+        flops=2 * H * K * V * (B * T + B * request.params.num_splits), bytes=sum(spec.nbytes for spec in moved)
+    )
+
+
+def _cases() -> Any:
+    from opmux.core.cases.chunk_fwd_h import cases
+
+    return cases()
+
+
+OP = Op(
+    name="chunk_fwd_h",
+    canonicalize=canonicalize,
+    outputs=outputs,
+    reference=reference,
+    cost=cost,
+    static=("output_final_state", "chunk_size", "split_size", "states_in_fp32", "gates"),
+    differentiable=("k", "v", "g", "g_gamma", "gk", "gv", "h0"),
+    residuals=("h",),
+    prepare=prepare,
+    cases=_cases,
+)
