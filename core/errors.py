@@ -57,6 +57,8 @@ class UnknownNameError(OpmuxError, ValueError):
         near = near_matches(self.name, self.known)
         if near:
             text += f"; did you mean {' or '.join(map(repr, near))}?"
+        else:
+            text += "."
         text += f" Known: {', '.join(self.known) or 'none'}."
         return f"{text} {self.note}" if self.note else text
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from opmux.core.config import Config, NoConfig
 from opmux.core.devices import Device
@@ -72,8 +72,9 @@ class Implementation:
 
     Attributes:
       op: name of the op (`attention`), or of its backward (`attention_vjp`).
-      kernel: `"package.module:function"`, imported when first chosen, with the signature
-        `(request, operands, config) -> {output name: array}`. It returns at least `request.wanted`.
+      kernel: `"package.module:function"`, imported when first chosen, or in a notebook the function itself;
+        its signature is `(request, operands, config) -> {output name: array}` and it returns at least
+        `request.wanted`.
       supports: `(request, device) -> [Rejection, ...]`; empty means viable. Pure and fast; touches no device.
       config: schema of the kernel's config.
       default_config: `(request, device) -> config`; `config()` if not given.
@@ -85,7 +86,7 @@ class Implementation:
     """
 
     op: str
-    kernel: str
+    kernel: str | Kernel
     supports: Callable[[Request, Device], list[Rejection]] = _supports_everything
     config: type[Config] = NoConfig
     default_config: Callable[[Request, Device], Config] | None = None
@@ -110,14 +111,14 @@ class Implementation:
         return self.config() if self.default_config is None else self.default_config(request, device)
 
     def load(self) -> Kernel:
-        """Imports the kernel."""
-        return load_target(self.kernel)
+        """The kernel, imported if need be."""
+        return load_target(self.kernel) if isinstance(self.kernel, str) else self.kernel
 
     def __hash__(self) -> int:
         return hash((self.op, self.backend, self.kernel))
 
 
-def load_target(target: str) -> Kernel:
+def load_target(target: str) -> Any:
     """Imports what a `"package.module:attribute"` string names."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -103,14 +103,27 @@ class Op:
         try:
             return self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            parameters = self.signature.parameters
-            allowed = f"{self.name}{self.signature.replace(return_annotation=inspect.Parameter.empty)}"
-            for name in kwargs:
-                if name not in parameters:
-                    near = near_matches(name, parameters)
-                    hint = f"Did you mean {near[0]!r}?" if near else ""
-                    raise ArgumentTypeError(self.name, name, "an unknown keyword", allowed, hint) from None
-            raise ArgumentTypeError(self.name, str(error), "a call that does not bind", allowed) from None
+            raise self._binding_error(args, kwargs, error) from None
+
+    def _binding_error(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+    ) -> ArgumentTypeError:
+        parameters = self.signature.parameters
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters.values()]
+        allowed = f"{self.name}{inspect.Signature(plain)}"
+        for name in kwargs:
+            if name not in parameters:
+                near = near_matches(name, parameters)
+                hint = f"Did you mean {near[0]!r}?" if near else ""
+                return ArgumentTypeError(self.name, name, "an unknown keyword", allowed, hint)
+        given = [p.name for p in plain if p.kind is not p.KEYWORD_ONLY][: len(args)]
+        for parameter in plain:
+            if parameter.default is parameter.empty and parameter.name not in (*given, *kwargs):
+                return ArgumentTypeError(self.name, parameter.name, "nothing", allowed)
+        for name in given:
+            if name in kwargs:
+                return ArgumentTypeError(self.name, name, "two values, by place and by name", allowed)
+        return ArgumentTypeError(self.name, "*", f"{len(args)} positional arguments ({error})", allowed)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Canonicalizes a call; arrays may be tracers.

@@ -1,0 +1,174 @@
+"""The registry: which implementation of an op runs, and why.
+
+    from opmux import registry
+
+    out = registry.get("attention")(q, k, v, is_causal=True)
+    print(registry.explain("attention", q, k, v, is_causal=True))
+
+    with registry.use(backend="xla"):
+        ...
+
+Importing this module imports no plugin and no kernel, and touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from opmux.core.config import Config
+from opmux.core.devices import Device
+from opmux.core.errors import SettingError
+from opmux.core.implementation import BackendInfo, Implementation, Rejection
+from opmux.core.op import Op
+from opmux.registry import policy as _policy
+from opmux.registry import tables as _tables
+from opmux.registry.decision import Candidate, Decision, Reason
+from opmux.registry.handle import OpHandle
+from opmux.registry.hookspecs import hookimpl
+from opmux.registry.loader import Plugin, PluginFailure
+from opmux.registry.policy import Backend, configure
+from opmux.registry.resolver import Options
+from opmux.registry.scope import carry, use
+
+__all__ = [
+    "BackendInfo", "Candidate", "Config", "Decision", "Implementation", "Op", "OpHandle", "Plugin", "PluginFailure",
+    "Reason", "Rejection", "backends", "carry", "configure", "explain", "failures", "get", "hookimpl",
+    "implementations", "ops", "register", "unregister", "use",
+]  # fmt: skip
+
+_handles: dict[Any, OpHandle] = {}
+
+
+def get(
+    op: str,
+    *,
+    backend: Backend = None,
+    device: str | Device | jax.Device | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+) -> OpHandle:
+    """The op of this name, ready to be called.
+
+    The implementation is chosen when the handle is called, not here.
+
+    Args:
+      op: name of the op.
+      backend: forces a backend for this op: a name, several names to try in order (`"mosaic_gpu,xla"`), or rules as
+        `OPMUX_BACKEND` spells them. A forced backend runs or raises; it never falls back.
+      device: the device to choose for (`h200`, `tpu-v6e`, a `jax.Device`), instead of the one that the arguments
+        live on. It may be absent: lower for it, or explain.
+      config: the kernel's config, or a mapping of fields to override in its default one.
+
+    Raises:
+      UnknownOpError, UnknownBackendError, UnknownDeviceError: a name means nothing.
+      SettingError: an argument or environment variable has a value that it cannot have.
+    """
+    key = op if backend is None and device is None and config is None else _key(op, backend, device, config)
+    handle = _handles.get(key)
+    if handle is None:
+        handle = _handles.setdefault(key, _handle(op, backend, device, config))
+    return handle
+
+
+def _key(op: str, backend: Any, device: Any, config: Any) -> Any:
+    backend = tuple(backend.items()) if isinstance(backend, Mapping) else backend
+    config = _items(config) if isinstance(config, Mapping) else config
+    key = (op, backend, device, config)
+    try:
+        hash(key)
+    except TypeError:
+        raise SettingError(
+            f"get({op!r}): backend, device and config must be hashable; got {backend!r}, {device!r}, {config!r}"
+        ) from None
+    return key
+
+
+def _items(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(config.items()))
+
+
+def _handle(op: str, backend: Any, device: Any, config: Any) -> OpHandle:
+    where = f"get({op!r})"
+    _tables.op(op, where)
+    asked = _policy.settings(where, backend=backend, device=device)
+    if config is not None and not isinstance(config, Config | Mapping):
+        raise SettingError(f"{where}: config: got a {type(config).__name__}; allowed: a Config, or a mapping of fields")
+    kept = _items(config) if isinstance(config, Mapping) else config
+    return OpHandle(op, Options(rules=asked.rules, config=kept, device=asked.device))
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
+    """Which implementation a call would get, and why. Runs nothing.
+
+    Args:
+      op: name of the op.
+      *args: arguments of the op; arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: likewise. `registry.get(op, backend=..., device=..., config=...).explain(...)` explains a call that
+        gives those.
+
+    Returns:
+      A `Decision`: `print` it, or take `.model_dump_json()`. If nothing can run the call, its `backend` is empty.
+    """
+    return get(op).explain(*args, **kwargs)
+
+
+def ops() -> dict[str, Op]:
+    """Every op by name, with those of plugins."""
+    return _tables.ops(_policy.current().disabled)
+
+
+def backends() -> dict[str, BackendInfo]:
+    """Every backend that loads, by name. See `failures` for those that do not."""
+    plugins = _tables.loader.load_all(_policy.current().disabled)
+    return {plugin.name: plugin.contents.info for plugin in plugins if plugin.contents.info is not None}
+
+
+def implementations(op: str | None = None) -> list[Implementation]:
+    """Every implementation that is registered, or those of one op, by backend.
+
+    Raises:
+      UnknownOpError: there is no such op.
+    """
+    if op is not None:
+        _tables.op(op.removesuffix("_vjp"), "implementations()")
+    plugins = _tables.loader.load_all(_policy.current().disabled)
+    found = [implementation for plugin in plugins for implementation in plugin.contents.implementations]
+    return [implementation for implementation in found if op is None or implementation.op == op]
+
+
+def failures() -> list[PluginFailure]:
+    """Every plugin that failed to load or conflicts with another, with its traceback."""
+    _tables.loader.load_all(_policy.current().disabled)
+    return _tables.loader.failures()
+
+
+def register(plugin: Any, name: str | None = None) -> str:
+    """Adds a plugin to this process: a module or object whose functions are marked with `hookimpl`.
+
+    Args:
+      plugin: the plugin.
+      name: its name; what its `opmux_backend` hook says by default.
+
+    Returns:
+      The name.
+
+    Raises:
+      PluginConflictError: the name is taken.
+      PluginValidationError: what it registers is malformed; nothing of it is kept.
+    """
+    found = _tables.loader.register(plugin, name)
+    _policy.plugins_changed()
+    return found
+
+
+def unregister(name: str) -> None:
+    """Removes a plugin from this process.
+
+    Raises:
+      PluginError: no plugin of this name is loaded.
+    """
+    _tables.loader.unregister(name)
+    _handles.clear()
+    _policy.plugins_changed()

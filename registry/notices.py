@@ -1,0 +1,54 @@
+"""What a user is told once: a slow choice on an accelerator, a kernel that runs in a simulator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from opmux.core.devices import Device
+from opmux.core.errors import SimulatedBackendWarning, SlowPathWarning
+from opmux.registry import tables
+
+_told: set[Any] = set()
+
+
+def report(found: Any, device: Device) -> None:
+    """Warns about a plan if there is something to say that was not said before in this process."""
+    decision = found.decision
+    if not decision.backend:
+        return
+    if decision.simulated and "simulated" not in _told:
+        _told.add("simulated")
+        warnings.warn(
+            f"{decision.op}: backend {decision.backend!r} runs in a simulator of its device, which is slow; "
+            "OPMUX_SIMULATE=never makes that an error",
+            SimulatedBackendWarning,
+            stacklevel=2,
+        )
+    selected = decision.candidate(decision.backend)
+    passed_over = [candidate for candidate in decision.candidates if candidate.tier == "kernel" and candidate.reasons]
+    if decision.forced or device.platform == "cpu" or selected.tier == "kernel" or not passed_over:
+        return
+    reasons = "; ".join(
+        f"{candidate.backend}: " + ", ".join(f"{reason.code}: {reason.detail}" for reason in candidate.reasons)
+        for candidate in passed_over
+    )
+    if (decision.op, reasons) not in _told:
+        _told.add((decision.op, reasons))
+        warnings.warn(
+            f"{decision.op} runs on {device.name} by backend {decision.backend!r} ({selected.tier}), because {reasons}",
+            SlowPathWarning,
+            stacklevel=2,
+        )
+
+
+def forget() -> None:
+    """Makes every notice new again, for tests."""
+    _told.clear()
+
+
+def forward_mode_backends(op: str) -> list[str]:
+    """Loaded backends that JAX can differentiate in forward mode for an op."""
+    plugins = tables.loader.load_all(frozenset())
+    found = [(plugin.name, plugin.implementation(op)) for plugin in plugins]
+    return [name for name, implementation in found if implementation is not None and implementation.forward_mode]

@@ -1,0 +1,62 @@
+"""The devices that a call has to be chosen for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import jax
+
+from opmux.core import compat, devices
+from opmux.core.devices import Device
+from opmux.core.errors import MixedDeviceError
+
+_several: bool | None = None
+
+
+@cache
+def present() -> tuple[Device, ...]:
+    """Every kind of device in this process, the default backend's first; initialises JAX's backends."""
+    return tuple(dict.fromkeys(devices.from_jax(device) for device in compat.local_devices()))
+
+
+def several() -> bool:
+    """Whether this process has more than one kind of device, so that arrays decide by where they are."""
+    global _several
+    if _several is None:
+        _several = len(present()) > 1
+    return _several
+
+
+def forget() -> None:
+    """Makes the next question look at the devices again, for tests that fake them."""
+    global _several
+    _several = None
+    present.cache_clear()
+
+
+def of_arrays(op: str, leaves: Iterable[Any]) -> Device:
+    """The kind of device that concrete arguments live on; the default device if none of them lives on any.
+
+    Raises:
+      MixedDeviceError: they live on devices of different kinds.
+    """
+    found: dict[Device, Any] = {}
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            found.update((devices.from_jax(device), leaf) for device in leaf.devices())
+    if len(found) > 1:
+        where = ", ".join(f"{device.name} ({device.platform})" for device in found)
+        raise MixedDeviceError(f"{op}: the arguments live on several kinds of device: {where}; move them to one.")
+    return next(iter(found)) if found else devices.from_jax(compat.default_device())
+
+
+def of_trace() -> tuple[Device, ...]:
+    """The kinds of device that a function under trace may be lowered for.
+
+    The abstract mesh knows, if one is set; it is part of the trace's key. Else it may be any device of this
+    process, since JAX traces a function once for all of them.
+    """
+    kind = compat.mesh_device()
+    return (devices.from_jax(kind),) if kind is not None else present()

@@ -1,0 +1,279 @@
+"""What the user prefers: scopes, the environment and process-wide settings, as one hashable value.
+
+The truth about scopes is a `ContextVar`, which threads and async tasks each have their own of. JAX's caches know
+nothing of it, so the policy is also the value of a JAX user context, which is part of the key of every jitted
+function: entering a scope re-keys functions that users jitted themselves.
+
+    scope (ContextVar) ─┐
+    environment ────────┼─► Policy ─► JAX user context ─► key of every jit cache
+    configure ──────────┘
+
+A policy is interned: equal policies are one object, so comparing two of them is comparing identities, and coming
+back to an earlier policy finds what was compiled under it. The first policy of a process stands for the user
+context's default, `None`, so that opmux re-keys nothing until somebody asks for something else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from opmux.core import compat, devices
+from opmux.core.devices import Device
+from opmux.core.errors import SettingError
+from opmux.registry import environment, tables
+from opmux.registry.environment import Rules, Simulate
+
+Backend = str | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one source asks for; a field left empty asks for nothing.
+
+    Attributes:
+      rules: backends it forces.
+      prefer: backends that automatic choice ranks first, in order.
+      device: the device to choose for, instead of the one that arguments live on.
+      simulate: whether a forced backend may run in a simulator of its device.
+      disable: plugins that are never used.
+    """
+
+    rules: Rules = field(default_factory=Rules)
+    prefer: tuple[str, ...] = ()
+    device: Device | None = None
+    simulate: Simulate | None = None
+    disable: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        parts = [
+            f'backend="{self.rules}"' if self.rules else "",
+            f"prefer={','.join(self.prefer)}" if self.prefer else "",
+            f"device={self.device.name}" if self.device is not None else "",
+            f"simulate={self.simulate}" if self.simulate is not None else "",
+            f"disable={','.join(sorted(self.disable))}" if self.disable else "",
+        ]
+        return " ".join(filter(None, parts)) or "none"
+
+
+NOTHING = Settings()
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """Everything that a choice depends on besides the request, the device and the call. Interned.
+
+    Attributes:
+      scopes: settings of the active `use` scopes, innermost first.
+      environment: settings of the environment variables.
+      configured: settings of `configure`.
+      strict: a plugin that fails to load raises.
+      epoch: counts registrations and removals of plugins in this process.
+    """
+
+    scopes: tuple[Settings, ...]
+    environment: Settings
+    configured: Settings
+    strict: bool
+    epoch: int
+
+    def layers(self) -> list[tuple[str, Settings]]:
+        """The sources in the order of precedence."""
+        scopes = [("scope", scope) for scope in self.scopes]
+        return [*scopes, ("environment", self.environment), ("configure", self.configured)]
+
+    @property
+    def simulate(self) -> Simulate:
+        """The simulation policy of the first source that has one."""
+        return next((found.simulate for _, found in self.layers() if found.simulate is not None), "auto")
+
+    @property
+    def device(self) -> Device | None:
+        """The device to choose for, if a source names one."""
+        return next((found.device for _, found in self.layers() if found.device is not None), None)
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        """Plugins that any source disables."""
+        return frozenset().union(*(found.disable for _, found in self.layers()))
+
+    @property
+    def preferred(self) -> tuple[str, ...]:
+        """Backends to rank first: the lists of all sources, one after another."""
+        return tuple(dict.fromkeys(name for _, found in self.layers() for name in found.prefer))
+
+
+class _Process:
+    """The part of the policy that all threads share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.raw: object = ()
+        self.environment = NOTHING
+        self.configured = NOTHING
+        self.strict = False
+        self.epoch = 0
+        self.interned: dict[tuple[object, ...], Policy] = {}
+        self.ambient: Policy = self.policy(())
+        self.base: Policy | None = self.ambient
+        self.used = False
+
+    def policy(self, scopes: tuple[Settings, ...]) -> Policy:
+        key = (scopes, self.environment, self.configured, self.strict, self.epoch)
+        found = self.interned.get(key)
+        return found if found is not None else self.interned.setdefault(key, Policy(*key))
+
+    def publish(self) -> None:
+        """Makes the settings of this process the ambient policy, and tells JAX's caches."""
+        if not compat.trace_is_clean():
+            # A trace under way has the old policy in its key, but what is chosen from here on follows the new one:
+            # that key must never come back.
+            self.epoch += 1
+        self.ambient = self.policy(())
+        if not self.used:
+            self.base = self.ambient
+        _context.set_global(key(self.ambient))
+
+
+_context = jax.make_user_context(None)
+_scopes: ContextVar[tuple[Settings, ...]] = ContextVar("opmux_scopes", default=())
+_process = _Process()
+
+
+def current() -> Policy:
+    """The policy of the running thread or task.
+
+    Raises:
+      SettingError, UnknownNameError: an environment variable has a value that it cannot have.
+    """
+    if environment.raw() != _process.raw:
+        _read_environment()
+    scopes = _scopes.get()
+    return _process.policy(scopes) if scopes else _process.ambient
+
+
+def key(policy: Policy) -> Policy | None:
+    """The value of JAX's user context under a policy."""
+    return None if policy is _process.base else policy
+
+
+def active() -> Policy:
+    """The policy in the key of the trace under way; using it fixes what `None` stands for."""
+    _process.used = True
+    return _context.value or _process.base or _process.ambient
+
+
+def active_key() -> Policy | None:
+    """The value of JAX's user context in this thread."""
+    return _context.value
+
+
+def entered(policy: Policy) -> Any:
+    """A context in which JAX's caches are keyed by a policy."""
+    return _context(key(policy))
+
+
+def scopes() -> ContextVar[tuple[Settings, ...]]:
+    """The active scopes of the running thread or task, innermost first."""
+    return _scopes
+
+
+def _read_environment() -> None:
+    with _process.lock:
+        raw = environment.raw()
+        texts = environment.read()
+        disable = environment.parse_disable(texts.get(environment.DISABLE, ""))
+        simulate = texts.get(environment.SIMULATE)
+        settings = Settings(
+            rules=environment.parse_rules(texts.get(environment.BACKEND, "")),
+            simulate=None if simulate is None else environment.parse_simulate(simulate),
+            disable=disable,
+        )
+        strict = environment.parse_flag(texts.get(environment.STRICT, ""), environment.STRICT)
+        tables.check(settings.rules, environment.BACKEND)
+        _process.environment, _process.strict = settings, strict
+        _process.publish()
+        # Last: a text that does not parse raises again at the next call.
+        _process.raw = raw
+
+
+def configure(
+    *,
+    backend: Backend = None,
+    prefer: tuple[str, ...] | list[str] | None = None,
+    device: str | Device | jax.Device | None = None,
+    simulate: str | None = None,
+    disable: tuple[str, ...] | list[str] | None = None,
+) -> None:
+    """Sets process-wide preferences, which scopes, calls and the environment override.
+
+    What is not given stays as it is.
+
+    Args:
+      backend: backends to force, as `OPMUX_BACKEND` spells them or a mapping of op to name; "auto" forces none.
+      prefer: backends that automatic choice ranks first, in order; () for none.
+      device: the device to choose for; "" for the one that arguments live on.
+      simulate: `auto`, `never` or `always`.
+      disable: plugins that are never used; () for none.
+
+    Raises:
+      SettingError, UnknownNameError: a value is not one of those.
+    """
+    with _process.lock:
+        current()
+        asked = settings("configure", backend, prefer, device, simulate, disable)
+        changes: dict[str, Any] = {}
+        if backend is not None:
+            changes["rules"] = asked.rules
+        if prefer is not None:
+            changes["prefer"] = asked.prefer
+        if device is not None:
+            changes["device"] = asked.device
+        if simulate is not None:
+            changes["simulate"] = asked.simulate
+        if disable is not None:
+            changes["disable"] = asked.disable
+        _process.configured = replace(_process.configured, **changes)
+        _process.publish()
+
+
+def settings(
+    where: str,
+    backend: Backend = None,
+    prefer: tuple[str, ...] | list[str] | None = None,
+    device: str | Device | jax.Device | None = None,
+    simulate: str | None = None,
+    disable: tuple[str, ...] | list[str] | None = None,
+) -> Settings:
+    """Checked settings from what a user wrote."""
+    for name, value in (("prefer", prefer), ("disable", disable)):
+        if isinstance(value, str):
+            raise SettingError(f"{where}: {name}: got the string {value!r}; allowed: a sequence of backend names")
+    return Settings(
+        rules=tables.check(environment.rules_from(backend, f"{where}(backend=...)"), where),
+        prefer=tuple(tables.backend(name, f"{where}(prefer=...)") for name in prefer or ()),
+        device=device_of(device),
+        simulate=None if simulate is None else environment.parse_simulate(simulate, f"{where}(simulate=...)"),
+        disable=frozenset(tables.backend(name, f"{where}(disable=...)") for name in disable or ()),
+    )
+
+
+def device_of(device: str | Device | jax.Device | None) -> Device | None:
+    """Device facts from a name, from facts, or from a JAX device; None for none."""
+    if device is None or isinstance(device, Device):
+        return device
+    if isinstance(device, str):
+        return devices.device(device) if device else None
+    return devices.from_jax(device)
+
+
+def plugins_changed() -> None:
+    """Re-keys JAX's caches after a plugin was registered or removed."""
+    with _process.lock:
+        _process.epoch += 1
+        _process.publish()
