@@ -120,10 +120,12 @@ def measure(sentences: Sequence[str] = ()) -> Report:
     model = load_model()
     batch = model.tokenize(sentences)
     loaded = time.perf_counter()
-    decisions = encoder.decisions(model.params, *batch[0].shape)
-    began = time.perf_counter()
-    encode = jax.jit(encoder.encode).lower(model.params, *batch).compile()
-    compiled = time.perf_counter()
+    # Accelerators round float32 products to fewer bits by default, more than the golden embeddings allow.
+    with jax.default_matmul_precision("highest"):
+        decisions = encoder.decisions(model.params, *batch[0].shape)
+        began = time.perf_counter()
+        encode = jax.jit(encoder.encode).lower(model.params, *batch).compile()
+        compiled = time.perf_counter()
 
     embeddings, run_time = np.empty(0), float("inf")
     for _ in range(3):
@@ -164,8 +166,9 @@ def _text(report: Report) -> str:
         "Which backend runs each op",
     ]
     for op, decision in report.decisions.items():
-        head = f"  {op:<10} {decision.selected.backend:<12} "
+        head = f"  {op:<10} {decision.backend:<12} "
         lines += textwrap.wrap(decision.reason, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    lines += [line for said in _asked(report) for line in textwrap.wrap(f"Asked for by {said}", WIDTH)]
     lines += [
         "",
         f"Time: load {report.load_time:.2f} s, compile {report.compile_time:.2f} s, "
@@ -179,6 +182,12 @@ def _text(report: Report) -> str:
             f"({'within' if report.ok else 'ABOVE'} {LIMIT:.0e}; golden by {report.golden.made_by})"
         )
     return "\n".join([*lines, *textwrap.wrap(verdict, WIDTH)])
+
+
+def _asked(report: Report) -> list[str]:
+    """What scopes, the environment and settings ask for, each with its source."""
+    layers = [layer for decision in report.decisions.values() for layer in decision.layers]
+    return list(dict.fromkeys(f"{layer.source}: {layer.text}" for layer in layers))
 
 
 def _table(similarity: np.ndarray[Any, Any]) -> list[str]:
@@ -202,8 +211,9 @@ def _document(report: Report) -> dict[str, Any]:
         "sentences": report.sentences,
         "tokens": report.tokens,
         "similarity": report.similarity.tolist(),
-        "backends": {op: decision.selected.backend for op, decision in report.decisions.items()},
+        "backends": {op: decision.backend for op, decision in report.decisions.items()},
         "reasons": {op: decision.reason for op, decision in report.decisions.items()},
+        "asked": _asked(report),
         "seconds": {"load": report.load_time, "compile": report.compile_time, "run": report.run_time},
         "golden": golden
         and {"made_by": golden.made_by, "max_abs_deviation": report.deviation, "limit": LIMIT, "ok": report.ok},

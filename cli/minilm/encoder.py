@@ -130,7 +130,7 @@ def normalize(x: Float[Array, "*B D"], params: Norm) -> Float[Array, "*B D"]:
     return add(centered * jax.lax.rsqrt(add(variance, EPSILON)) * params.scale, params.shift)
 
 
-def decisions(params: Params, batch: int, length: int) -> dict[str, Any]:
+def decisions(params: Params, batch: int, length: int) -> dict[str, registry.Decision]:
     """What the registry decides for one typical call of each op at these sizes; runs nothing."""
 
     def array(*shape: int, dtype: Any = params.words.dtype) -> jax.ShapeDtypeStruct:
