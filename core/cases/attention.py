@@ -42,7 +42,7 @@ def _shapes() -> Iterator[Case]:
     yield make_case("gqa_groups_are_adjacent", _heads_apart, N=6, K=3, source="jax-js#180; onnx#7274; flax#5177")
     yield make_case("gqa_ratio_is_not_heads", N=6, K=2, source="native-sparse-attention-triton#27")
     yield make_case("value_wider", H=12, Hv=20, source="jax#26676; maxtext#1047")
-    yield make_case("value_narrower", H=20, Hv=12, transforms=True, source="native-sparse-attention-triton#27")
+    yield make_case("value_narrower", H=20, Hv=12, source="native-sparse-attention-triton#27")
     yield make_case("scale", scale=0.3)
     yield make_case("scale_zero", scale=0.0)
     yield make_case("residual", T=7, S=9, return_residual=True)
@@ -50,7 +50,12 @@ def _shapes() -> Iterator[Case]:
     yield make_case("rank_3_with_all", chain(random_mask(1, 4, 5, 7), _rank_3), B=1, return_residual=True,
                 query_seq_lengths=[4], key_value_seq_lengths=[6],
                 q_segment_ids=[[0, 0, 0, 1, 1]], kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1]])  # fmt: skip
-    yield make_case("blocks_odd", B=1, T=37, S=131, N=2, K=1, H=20, transforms=True, source="jax#23819; jax#27224")
+    yield make_case("everything", chain(random_mask(2, 1, 1, 7), random_bias(1, 4, 5, 7)), Hv=5, scale=0.4, is_causal=True,
+                    local_window_size=(3, None), causal_alignment="bottom_right", logits_soft_cap=2.0,
+                    query_seq_lengths=[5, 4], key_value_seq_lengths=[7, 6], return_residual=True, transforms=True,
+                    q_segment_ids=[[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]],
+                    kv_segment_ids=[[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1]])  # fmt: skip
+    yield make_case("blocks_odd", B=1, T=37, S=131, N=2, K=1, H=20, source="jax#23819; jax#27224")
     yield make_case("blocks_several", B=1, T=417, S=535, N=2, K=1, H=16, grad=False, source="jax#31395")
     yield make_case("blocks_causal", B=1, T=417, S=397, N=1, K=1, H=16, is_causal=True, return_residual=True)
     yield make_case("blocks_window", B=1, T=300, S=420, N=1, K=1, is_causal=True, local_window_size=(40, None),
@@ -113,7 +118,7 @@ def _masks() -> Iterator[Case]:
         "padding": (2, 1, 1, 7), "rank_2": (5, 7), "rank_1": (7,),
     }  # fmt: skip
     for name, shape in shapes.items():
-        yield make_case(f"mask_{name}", random_mask(*shape), transforms=name == "padding")
+        yield make_case(f"mask_{name}", random_mask(*shape))
     yield make_case("mask_query_rows", assign("mask", (0, 0, 2), False, random_mask(2, 4, 5, 1)))
     yield make_case("mask_scalar", random_mask(1, 1, 1, 1))
     yield make_case("mask_row_empty", assign("mask", (..., 2, slice(None)), False, random_mask(1, 2, 4, 4)),
@@ -134,8 +139,7 @@ def _biases() -> Iterator[Case]:
         "rows": (1, 4, 5, 1), "rank_2": (5, 7), "rank_0": (),
     }  # fmt: skip
     for name, shape in shapes.items():
-        yield make_case(f"bias_{name}", random_bias(*shape), source="jax#27184; jax#30593; attention-gym#20",
-                    transforms=name == "per_head")  # fmt: skip
+        yield make_case(f"bias_{name}", random_bias(*shape), source="jax#27184; jax#30593; attention-gym#20")  # fmt: skip
     yield make_case("bias_row_of_minus_inf", _minus_inf_row, T=4, S=6, return_residual=True,
                 source="iree#24175; TransformerEngine#556; pytorch#41508")  # fmt: skip
     yield make_case("bias_of_lowest", assign("bias", (..., slice(4, None)), np.finfo(F32).min, random_bias(2, 1, 5, 7)))
@@ -169,8 +173,7 @@ def _bands() -> Iterator[Case]:
     for alignment in ALIGNMENTS:
         for name, (T, S) in sizes.items():
             yield make_case(f"causal_{name}_{alignment}", T=T, S=S, is_causal=True, causal_alignment=alignment,
-                        return_residual=name == "tall", source=sources.get(name, ""),
-                        transforms=(name, alignment) == ("tall", "bottom_right"))  # fmt: skip
+                        return_residual=name == "tall", source=sources.get(name, ""))  # fmt: skip
         yield make_case(f"window_alone_{alignment}", T=8, S=10, local_window_size=(0, 2), causal_alignment=alignment,
                     source="jax#32300")  # fmt: skip
         yield make_case(f"window_tall_{alignment}", T=9, S=4, local_window_size=1, causal_alignment=alignment)
@@ -196,7 +199,7 @@ def _lengths() -> Iterator[Case]:
     yield make_case("lengths_of_queries", B=3, T=6, query_seq_lengths=[6, 0, 3], return_residual=True,
                 source="jax#22516; flash-attention#1661")  # fmt: skip
     yield make_case("lengths_of_no_keys", B=3, S=6, key_value_seq_lengths=[6, 0, 2], return_residual=True,
-                transforms=True, source="flashinfer#4484; pytorch#81077; flash-attention#1155")  # fmt: skip
+                source="flashinfer#4484; pytorch#81077; flash-attention#1155")  # fmt: skip
     yield make_case("lengths_both", B=3, query_seq_lengths=[5, 2, 0], key_value_seq_lengths=[4, 7, 5])
     yield make_case("lengths_blocks", B=2, T=37, S=131, N=2, K=1, query_seq_lengths=[37, 20],
                 key_value_seq_lengths=[97, 130], is_causal=True, causal_alignment="bottom_right")  # fmt: skip
@@ -204,7 +207,7 @@ def _lengths() -> Iterator[Case]:
 
 def _segments() -> Iterator[Case]:
     yield make_case("segments", q_segment_ids=[[0, 0, 1, 1, 1], [3, 3, 3, 3, 7]],
-                kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1], [3, 7, 3, 7, 3, 7, 3]], transforms=True)  # fmt: skip
+                kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1], [3, 7, 3, 7, 3, 7, 3]])  # fmt: skip
     # Segments 1 and 4 have no keys, segment 2 no queries.
     yield make_case("segments_empty", q_segment_ids=[[0, 1, 1, 3, 4], [0, 0, 0, 0, 0]], return_residual=True,
                 kv_segment_ids=[[0, 0, 2, 2, 3, 3, 3], [9, 9, 9, 9, 9, 9, 9]])  # fmt: skip
