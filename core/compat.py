@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 from jax._src.core import trace_state_clean
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device as JaxDevice
+else:
+    JaxDevice = jax.Device
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer, whose elements are not known."""
+    return isinstance(value, jax.core.Tracer)
 
 
 def has_manual_axes(array: Any) -> bool:
@@ -15,7 +26,7 @@ def has_manual_axes(array: Any) -> bool:
     Interpreted Pallas kernels cannot run there: their bodies mix values that vary over the mesh with
     constants that do not.
     """
-    if not isinstance(array, jax.core.Tracer):
+    if not is_traced(array):
         return False
     kind = getattr(jax.typeof(array), "manual_axis_type", None)
     return kind is not None and bool(getattr(kind, "varying", ()))
@@ -39,7 +50,7 @@ def device_platform(device: Any) -> str:
     return "rocm" if amd else "cuda"
 
 
-def local_devices() -> list[jax.Device]:
+def local_devices() -> list[JaxDevice]:
     """One list of this process's devices of every platform, the default backend's first."""
     found = list(jax.local_devices())
     for platform in ("cuda", "rocm", "tpu", "cpu"):
@@ -50,10 +61,10 @@ def local_devices() -> list[jax.Device]:
     return found
 
 
-def default_device() -> jax.Device:
+def default_device() -> JaxDevice:
     """The device that uncommitted arrays go to: `jax.default_device`, else the default backend's first."""
-    chosen = jax.config.jax_default_device
-    if isinstance(chosen, jax.Device):
+    chosen: Any = jax.config.values["jax_default_device"]
+    if isinstance(chosen, JaxDevice):
         return chosen
     return jax.local_devices(backend=chosen)[0]
 

@@ -105,9 +105,7 @@ class Op:
         except TypeError as error:
             raise self._binding_error(args, kwargs, error) from None
 
-    def _binding_error(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
-    ) -> ArgumentTypeError:
+    def _binding_error(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError) -> ArgumentTypeError:
         parameters = self.signature.parameters
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters.values()]
         allowed = f"{self.name}{inspect.Signature(plain)}"
@@ -208,9 +206,7 @@ def make_request(op: str, operands: Operands, params: Any, wanted: tuple[str, ..
 def forward_request(op: Op, request: Request) -> Request:
     """The forward request of `op` behind a request of its backward."""
     operands = tuple(
-        (name, spec)
-        for name, spec in request.operands
-        if not name.startswith("d_") and name not in op.residuals
+        (name, spec) for name, spec in request.operands if not name.startswith("d_") and name not in op.residuals
     )
     wanted = tuple(name[2:] for name in request if name.startswith("d_"))
     return dataclasses.replace(request, op=op.name, operands=operands, wanted=wanted)
@@ -232,8 +228,6 @@ def backward_request(op: Op, request: Request, wanted: Iterable[str] | None = No
     )
     if wanted is None:
         wanted = (
-            name
-            for name in op.differentiable
-            if name in request and jnp.issubdtype(request[name].dtype, jnp.inexact)
+            name for name in op.differentiable if name in request and jnp.issubdtype(request[name].dtype, jnp.inexact)
         )
     return dataclasses.replace(request, op=f"{op.name}_vjp", operands=operands, wanted=tuple(wanted))

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 
+from opmux.core.compat import JaxDevice
 from opmux.core.config import Config
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
@@ -46,7 +46,7 @@ def get(
     op: str,
     *,
     backend: Backend = None,
-    device: str | Device | jax.Device | None = None,
+    device: str | Device | JaxDevice | None = None,
     config: Config | Mapping[str, Any] | None = None,
 ) -> OpHandle:
     """The op of this name, ready to be called.

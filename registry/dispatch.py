@@ -111,8 +111,7 @@ def _by_platform(
         by_platform.setdefault(device.platform, found)
     chosen = {_identity(found) for found in by_platform.values()}
     if not staged or len(chosen) == 1:
-        run = next(kernel for found in plans.values() if (kernel := kernel_of(found)) is not None)
-        return run
+        return next(kernel for found in plans.values() if (kernel := kernel_of(found)) is not None)
 
     def run_staged(request: Request, operands: Operands) -> Outputs:
         specs = op.outputs(request) if outputs is None else {name: outputs[name] for name in request.wanted}
@@ -142,9 +141,7 @@ def _differentiable(op: Op, forward: Run, backward: Run, found: Plan) -> Run:
 
     def call(request: Request, operands: Operands) -> Outputs:
         message = _no_forward_mode(op, found)
-        guarded = {
-            name: reverse_only(array, message) if _inexact(array) else array for name, array in operands.items()
-        }
+        guarded = {name: reverse_only(array, message) if _inexact(array) else array for name, array in operands.items()}
         return rule(request)(guarded)
 
     def rule(request: Request) -> Callable[[Operands], Outputs]:
@@ -199,7 +196,8 @@ def _twice_differentiable(op: Op, backward: Run) -> Run:
 
 def _instantiate(cotangent: Any) -> jax.Array:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        zero: Any = cotangent
+        return jnp.zeros(zero.shape, zero.dtype)
     return cotangent
 
 
@@ -228,6 +226,5 @@ def plans_of(devices: Sequence[Device], plan: Callable[[Device], Plan]) -> dict[
         same = [device for device in devices if device.platform == platform]
         failing = [device for device in same if plans[device].forward is None]
         if failing and len(failing) < len(same):
-            plans |= {device: plans[failing[0]] for device in same}
+            plans |= dict.fromkeys(same, plans[failing[0]])
     return plans
-

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from opmux.core.errors import EnvSyntaxError, SettingError, near_matches
 
@@ -114,7 +114,9 @@ def parse_rules(text: str, variable: str = BACKEND) -> Rules:
         if AUTO in backends and backends != (AUTO,):
             raise EnvSyntaxError(variable, text, names_at + 1, f"{AUTO!r} stands alone: it ends the forcing")
         if (op, platform) in rules:
-            raise EnvSyntaxError(variable, text, start + 1, f"a second entry for {op + ('@' + platform) * bool(platform)}")
+            raise EnvSyntaxError(
+                variable, text, start + 1, f"a second entry for {op + ('@' + platform) * bool(platform)}"
+            )
         rules[op, platform] = Rule(op, platform, backends)
     return Rules(tuple(sorted(rules.values(), key=lambda rule: (rule.op, rule.platform))))
 
@@ -196,7 +198,7 @@ def parse_flag(text: str, variable: str) -> bool:
 
 # A lookup in os.environ encodes the key and decodes the value, 0.7 us a variable; four of them on every call
 # would cost more than a small op. CPython keeps the encoded mapping at hand, so compare that.
-_DATA: Mapping[object, object] = getattr(os.environ, "_data", os.environ)
+_DATA: Any = getattr(os.environ, "_data", os.environ)
 _KEYS = tuple(getattr(os.environ, "encodekey", str)(name) for name in VARIABLES)
 _K0, _K1, _K2, _K3 = _KEYS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 

@@ -56,6 +56,7 @@ class OpHandle:
         return f"<opmux op {self._name}{self.op.signature}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the op; see its signature."""
         wanted = policy.current()
         if kwargs or len(args) > self._plain or self._options.device is not None or placement.several():
             return self._call_bound(wanted, args, kwargs)
@@ -90,7 +91,7 @@ class OpHandle:
         request = op.request((), {**arrays, **{name: value for name, value, _ in statics}})
         device = self._options.device or wanted.device
         if device is None:
-            concrete = [leaf for leaf in arrays.values() if isinstance(leaf, jax.Array) and not _traced(leaf)]
+            concrete = [leaf for leaf in arrays.values() if isinstance(leaf, jax.Array) and not compat.is_traced(leaf)]
             device = placement.of_arrays(self._name, concrete)
         return resolver.plan(op, request, device, wanted, self._options).decision
 
@@ -121,7 +122,9 @@ class OpHandle:
             values = {
                 name: np.asarray(arrays[name])
                 for name in op.value_checked
-                if name in arrays and isinstance(arrays[name], jax.Array | np.ndarray) and not _traced(arrays[name])
+                if name in arrays
+                and isinstance(arrays[name], jax.Array | np.ndarray)
+                and not compat.is_traced(arrays[name])
             }
             if values:
                 op.check_values(values, {name: tuple(np.shape(value)) for name, value in arrays.items()})
@@ -141,7 +144,7 @@ class OpHandle:
     def _jitted_for(self, wanted: policy.Policy, arrays: Mapping[str, Any]) -> _Jitted:
         """The jitted body to use: one for each kind of device that concrete arguments may live on."""
         told = self._options.device or wanted.device
-        concrete = compat.trace_is_clean() and not any(map(_traced, arrays.values()))
+        concrete = compat.trace_is_clean() and not any(map(compat.is_traced, arrays.values()))
         if told is not None:
             if concrete:
                 _refuse_elsewhere(self._name, told, arrays)
@@ -214,7 +217,7 @@ def _entered(wanted: policy.Policy, leaves: Any) -> Any:
     """
     active = policy.active_key()
     if (active.scopes if active is not None else ()) != wanted.scopes and (
-        not compat.trace_is_clean() or any(map(_traced, leaves))
+        not compat.trace_is_clean() or any(map(compat.is_traced, leaves))
     ):
         raise OverrideScopeError(
             "a function is being traced in a thread or task whose registry.use scopes JAX does not know of, so its "
@@ -232,10 +235,6 @@ def _refuse_elsewhere(name: str, told: Device, arrays: Mapping[str, Any]) -> Non
             f"({found.platform}). To compile for a device that is not there, lower instead: "
             f'jax.jit(f).trace(...).lower(lowering_platforms=("{told.platform}",)), or handle.lower(...).'
         )
-
-
-def _traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
 
 
 def _hashable(value: Any) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from opmux.core import compat, devices
+from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
 from opmux.registry import environment, tables
@@ -90,7 +91,10 @@ class Policy:
     @property
     def simulate(self) -> Simulate:
         """The simulation policy of the first source that has one."""
-        return next((found.simulate for _, found in self.layers() if found.simulate is not None), "auto")
+        for _, found in self.layers():
+            if found.simulate is not None:
+                return found.simulate
+        return "auto"
 
     @property
     def device(self) -> Device | None:
@@ -206,7 +210,7 @@ def configure(
     *,
     backend: Backend = None,
     prefer: tuple[str, ...] | list[str] | None = None,
-    device: str | Device | jax.Device | None = None,
+    device: str | Device | JaxDevice | None = None,
     simulate: str | None = None,
     disable: tuple[str, ...] | list[str] | None = None,
 ) -> None:
@@ -246,7 +250,7 @@ def settings(
     where: str,
     backend: Backend = None,
     prefer: tuple[str, ...] | list[str] | None = None,
-    device: str | Device | jax.Device | None = None,
+    device: str | Device | JaxDevice | None = None,
     simulate: str | None = None,
     disable: tuple[str, ...] | list[str] | None = None,
 ) -> Settings:
@@ -263,7 +267,7 @@ def settings(
     )
 
 
-def device_of(device: str | Device | jax.Device | None) -> Device | None:
+def device_of(device: str | Device | JaxDevice | None) -> Device | None:
     """Device facts from a name, from facts, or from a JAX device; None for none."""
     if device is None or isinstance(device, Device):
         return device

@@ -10,8 +10,7 @@ Every reason against every candidate is collected; nothing stops at the first. A
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -42,7 +41,7 @@ class Options:
       device: the device to choose for.
     """
 
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
     config: Config | tuple[tuple[str, Any], ...] | None = None
     device: Device | None = None
 
@@ -313,8 +312,11 @@ def _error(
 ) -> ResolutionError | ConfigError:
     wrong = [found for found in considered if found.config_problem and found.name in (decision.forced or (found.name,))]
     others = [found for found in considered if found not in wrong and found.name in (decision.forced or (found.name,))]
-    if options.config is not None and wrong and all(len(found.candidate.reasons) == 1 for found in wrong) and (
-        decision.forced or not others
+    if (
+        options.config is not None
+        and wrong
+        and all(len(found.candidate.reasons) == 1 for found in wrong)
+        and (decision.forced or not others)
     ):
         problems = "; ".join(f"{found.name}: {found.config_problem}" for found in wrong)
         return ConfigError(f"config of {op.name!r}: {problems}")
@@ -339,14 +341,12 @@ def _backward(
     asked = backward_request(op, request)
     found = _choose(op.vjp, asked, device, policy, Options(options.rules, None, options.device))
     own = forward.implementation.backend
-    explicit = any(
-        rule.op == op.vjp.name for _, rules in _sources(policy, options) for rule in rules.rules
-    )
+    explicit = any(rule.op == op.vjp.name for _, rules in _sources(policy, options) for rule in rules.rules)
     if explicit and found.forward is not None:
         return found.forward, found.decision
     twin = _consider(own, op.vjp.name, asked, device, policy, None, decision.forced)
     if twin is not None and twin.choice is not None:
-        chosen, reason = twin.choice, f"the backend of the forward"
+        chosen, reason = twin.choice, "the backend of the forward"
     elif not decision.forced and found.forward is not None and found.decision.candidates:
         chosen, reason = found.forward, found.decision.reason
     else:

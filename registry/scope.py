@@ -8,8 +8,7 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-import jax
-
+from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import OverrideScopeError
 from opmux.registry import policy
@@ -44,7 +43,7 @@ class use:
         *,
         backend: Backend = None,
         prefer: tuple[str, ...] | list[str] | None = None,
-        device: str | Device | jax.Device | None = None,
+        device: str | Device | JaxDevice | None = None,
         simulate: str | None = None,
     ) -> None:
         self._settings = policy.settings("use", backend, prefer, device, simulate)

@@ -35,7 +35,9 @@ def name_of(plugin: Any) -> str:
         )
     info = backend()
     if not isinstance(info, BackendInfo):
-        raise PluginValidationError(f"plugin {plugin!r}: opmux_backend returned a {type(info).__name__}, not a BackendInfo")
+        raise PluginValidationError(
+            f"plugin {plugin!r}: opmux_backend returned a {type(info).__name__}, not a BackendInfo"
+        )
     return info.name
 
 
@@ -48,15 +50,15 @@ def refuse_unknown_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) 
     known = [hook for hook in dir(hookspecs) if hook.startswith("opmux_")]
     for attribute in dir(plugin):
         if attribute.startswith("opmux_") and attribute not in known:
-            raise PluginValidationError(f"plugin {name!r}: {attribute!r} is no hook of opmux; hooks: {', '.join(known)}")
+            raise PluginValidationError(
+                f"plugin {name!r}: {attribute!r} is no hook of opmux; hooks: {', '.join(known)}"
+            )
 
 
 def collect(name: str, hooks: dict[str, Callable[..., Any]], *, builtin: bool) -> Contents:
     """Calls the hooks of one plugin and checks what they return."""
     if not hooks:
-        raise PluginValidationError(
-            f"plugin {name!r} has no hooks; mark its functions with `opmux.registry.hookimpl`"
-        )
+        raise PluginValidationError(f"plugin {name!r} has no hooks; mark its functions with `opmux.registry.hookimpl`")
     info = hooks["opmux_backend"]() if "opmux_backend" in hooks else None
     if info is not None:
         _expect(name, "opmux_backend", info, BackendInfo)
@@ -75,7 +77,8 @@ def collect(name: str, hooks: dict[str, Callable[..., Any]], *, builtin: bool) -
         seen.add(implementation.op)
         if isinstance(implementation.kernel, str) and not re.fullmatch(r"[\w.]+:[\w.]+", implementation.kernel):
             raise PluginValidationError(
-                f"plugin {name!r}: kernel {implementation.kernel!r} of {implementation.op!r} is no 'package.module:function'"
+                f"plugin {name!r}: kernel {implementation.kernel!r} of {implementation.op!r} "
+                "is no 'package.module:function'"
             )
         implementations.append(replace(implementation, backend=name, builtin=builtin))
     if implementations and info is None:
@@ -89,5 +92,3 @@ def collect(name: str, hooks: dict[str, Callable[..., Any]], *, builtin: bool) -
 def _expect(name: str, hook: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise PluginValidationError(f"plugin {name!r}: {hook} gave a {type(value).__name__}, not a {kind.__name__}")
-
-
