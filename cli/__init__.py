@@ -1,0 +1,1 @@
+"""The `opmux` command: one file a command, each of which prints what the other rooms return."""

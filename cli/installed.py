@@ -1,0 +1,58 @@
+"""Installed distributions that have opmux plugins, and those that keep Python from seeing one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+GROUP = "opmux"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One installed copy of a distribution.
+
+    Attributes:
+      name: normalised name, taken from the file name where the metadata are empty.
+      version: its version, or empty.
+      place: the folder that holds it.
+      points: its plugins, as `(name, value)`.
+    """
+
+    name: str
+    version: str
+    place: str
+    points: frozenset[tuple[str, str]]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version or '(no metadata)'} in {self.place}"
+
+
+def shadowed(distributions: Iterable[metadata.Distribution] | None = None) -> list[tuple[Copy, Copy]]:
+    """Pairs of copies of one distribution where the first on the path hides the second, which has plugins.
+
+    Python reads the first copy only, be it stale or empty, as a half-removed installation leaves it.
+    """
+    seen: dict[str, Copy] = {}
+    found: list[tuple[Copy, Copy]] = []
+    for distribution in metadata.distributions() if distributions is None else distributions:
+        copy = _copy(distribution)
+        first = seen.setdefault(copy.name, copy)
+        if first is not copy and copy.points and copy.place != first.place:
+            found.append((first, copy))
+    return found
+
+
+def _copy(distribution: metadata.Distribution) -> Copy:
+    path = Path(getattr(distribution, "_path", "") or "")
+    stem, _, rest = path.stem.partition("-")
+    try:
+        name, version = distribution.metadata["Name"], distribution.version
+    except Exception:  # newer Pythons raise where there are no metadata, older ones return None
+        name, version = None, None
+    points = frozenset((point.name, point.value) for point in distribution.entry_points if point.group == GROUP)
+    normal = re.sub(r"[-_.]+", "-", name or stem).lower()
+    return Copy(normal, version or (rest if name else ""), str(path.parent), points)
