@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-
 from opmux.core.compat import JaxDevice
 from opmux.core.config import Config
 from opmux.core.devices import Device

@@ -182,7 +182,7 @@ class Loader:
                 name = validate.name_of(plugin)
             if name in self.names():
                 raise PluginConflictError(
-                    f"a plugin named {name!r} exists already ({self._origin(name)}); unregister it first, or rename yours"
+                    f"a plugin named {name!r} exists already ({self._origin(name)}); unregister it first"
                 )
             found = Found(name, "", "", getattr(plugin, "__name__", type(plugin).__name__), lambda: plugin)
             self._plugins[name] = self._validate(found, plugin, time.perf_counter())
