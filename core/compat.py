@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+from jax._src.core import Primitive as Primitive  # that of jax.extend.core, whose import brings Pallas
 from jax._src.core import trace_state_clean
 
 if TYPE_CHECKING:

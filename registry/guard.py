@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from opmux.core.compat import Primitive
 from opmux.core.errors import DifferentiationError, ForcedBackendError
 from opmux.core.request import ArraySpec
 
