@@ -7,7 +7,8 @@ float32 gradient has, and need neither a backward pass nor JAX.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def check_gradients(subject: Subject, case: Case) -> None:
     moving = floating(arrays)
     rng = np.random.default_rng(7)
     cotangents = [rng.standard_normal(want.shape) for want in subject.wanted(arrays, rest)]
-    outputs, gradients = jax.jit(lambda arrays: value_and_gradients(subject, arrays, rest, cotangents))(arrays)
+    run = partial(subject.results, rest=rest)
+    outputs, gradients = jax.jit(lambda arrays: value_and_gradients(run, arrays, cotangents))(arrays)
     cotangents = [_as_output(c, out) for c, out in zip(cotangents, outputs, strict=True)]
 
     wide: dict[str, np.ndarray] = {}
@@ -47,13 +49,13 @@ def check_gradients(subject: Subject, case: Case) -> None:
         wide[name] = np.asarray(gradient).astype(np.float64)
         assert np.isfinite(wide[name]).all(), f"{what}: {(~np.isfinite(wide[name])).sum()} elements are not finite"
 
-    floor = max((_rms(gradient) for gradient in wide.values()), default=0.0)
+    floor = max((rms(gradient) for gradient in wide.values()), default=0.0)
     tolerance = case.rtol or GRADIENT_FACTOR * rtol(coarsest(arrays.values()), longest_axis(arrays))
     for name in moving:
         for label, direction in _directions(rng, wide[name]):
             want = _difference(subject, arrays, rest, name, direction, cotangents)
             terms = wide[name] * direction
-            scale = np.linalg.norm(terms) + max(_rms(wide[name]), floor) * np.linalg.norm(direction)
+            scale = np.linalg.norm(terms) + max(rms(wide[name]), floor) * np.linalg.norm(direction)
             got = terms.sum()
             assert abs(got - want) <= tolerance * scale, (
                 f"{subject} {case.name}: derivative along {label} of {name!r}: got {got:.9g}, want {want:.9g}, "
@@ -62,20 +64,20 @@ def check_gradients(subject: Subject, case: Case) -> None:
 
 
 def value_and_gradients(
-    subject: Subject, arrays: Mapping[str, Any], rest: Mapping[str, Any], cotangents: list[Any] | None = None
+    run: Callable[[Arrays], list[Any]], arrays: Mapping[str, Any], cotangents: list[Any] | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The results, and the cotangents of the floating arguments for given cotangents of the results.
+    """The results of a function of arrays, and the cotangents of the floating ones.
 
-    Cotangents of integer results are ignored; by default every cotangent is one.
+    Args:
+      run: the function.
+      arrays: what it takes.
+      cotangents: cotangents of the results, ones by default; those of integer results are ignored.
     """
     names = floating(arrays)
     fixed = {name: array for name, array in arrays.items() if name not in names}
-
-    def run(moving: Arrays) -> list[Any]:
-        return subject.results({**fixed, **moving}, rest)
-
-    outputs, pullback = jax.vjp(run, {name: jnp.asarray(arrays[name]) for name in names})
-    given = cotangents or [np.ones(out.shape) for out in outputs]
+    moving = {name: jnp.asarray(arrays[name]) for name in names}
+    outputs, pullback = jax.vjp(lambda moving: run({**fixed, **moving}), moving)
+    given = [np.ones(out.shape) for out in outputs] if cotangents is None else cotangents
     (gradients,) = pullback([_as_cotangent(c, out) for c, out in zip(given, outputs, strict=True)])
     return outputs, gradients
 
@@ -129,5 +131,7 @@ def _difference(
     return total / (2 * STEP)
 
 
-def _rms(array: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(array)))) if array.size else 0.0
+def rms(array: Any) -> float:
+    """Root mean square; 0 for an empty array."""
+    wide = np.asarray(array).astype(np.float64)
+    return float(np.sqrt(np.mean(np.square(wide)))) if wide.size else 0.0

@@ -11,11 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opmux import registry
 from opmux.core.cases.case import Case
+from opmux.core.errors import ForcedBackendError
 from opmux.core.op import Op
+from opmux.registry import Decision, Reason
 
 Arrays = dict[str, Any]
 Leaves = list[Any]
+
+
+class Rejected(Exception):
+    """The backend says that it does not take a case, and why. Not a failure: the choice moves on.
+
+    Attributes:
+      reasons: the predicate's own.
+    """
+
+    def __init__(self, what: str, reasons: tuple[Reason, ...]) -> None:
+        super().__init__(what, reasons)
+        self.what = what
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return f"{self.what}: " + "; ".join(f"{reason.code}: {reason.detail}" for reason in self.reasons)
 
 
 @dataclass(frozen=True)
@@ -35,14 +54,46 @@ class Subject:
     backend: str = ""
 
     @classmethod
+    def of(cls, op: str | Op, backend: str, oracle: Callable[..., Any] | None = None) -> Subject:
+        """A registered backend, forced.
+
+        Raises:
+          UnknownOpError, UnknownBackendError: there is no such op or backend.
+          LookupError: the op has no oracle, and none was given.
+        """
+        found = op if isinstance(op, Op) else registry.get(op).op
+        return cls(found, registry.get(found.name, backend=backend), oracle or find_oracle(found.name), backend)
+
+    @classmethod
     def reference(cls, op: Op, oracle: Callable[..., Any] | None = None) -> Subject:
         """The op's own reference, without any registry."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            call = op.call(args, kwargs)
-            return call.finish(op.reference(call.request, call.operands))
+        return cls(op, lambda *args, **kwargs: run_reference(op, args, kwargs), oracle or find_oracle(op.name))
 
-        return cls(op, run, oracle or find_oracle(op.name))
+    def decision(self, case: Case) -> Decision | None:
+        """Which backend a case goes to; None for a callable that is no registered backend.
+
+        Raises:
+          Rejected: the backend does not take the case.
+          AssertionError: it rejects the case without a reason, or another backend would run, or a rejected case
+            does anything but raise `ForcedBackendError`.
+        """
+        if not self.backend:
+            return None
+        args, kwargs = case.arguments()
+        what = f"{self} {case.name}"
+        decision: Decision = registry.get(self.op.name, backend=self.backend).explain(*args, **kwargs)
+        if decision.backend:
+            assert decision.backend == self.backend, f"{what}: {decision.backend!r} would run instead\n{decision}"
+            return decision
+        candidate = decision.candidate(self.backend)
+        reasons = () if candidate is None else candidate.reasons
+        assert reasons, f"{what}: rejected without a reason\n{decision}"
+        try:
+            self.run(*args, **kwargs)
+        except ForcedBackendError:
+            raise Rejected(what, reasons) from None
+        raise AssertionError(f"{what}: rejected, and yet it ran when forced\n{decision}")
 
     def results(self, arrays: Mapping[str, Any], rest: Mapping[str, Any]) -> Leaves:
         """The results as a flat list."""
@@ -54,6 +105,13 @@ class Subject:
 
     def __str__(self) -> str:
         return f"{self.op.name}[{self.backend or 'callable'}]"
+
+
+def run_reference(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the op's reference gives for a call."""
+    bound = op.bind(args, kwargs).arguments
+    call = op.call((), bound if op.prepare is None else op.prepare(dict(bound)))
+    return call.finish(op.reference(call.request, call.operands))
 
 
 def find_oracle(op: str) -> Callable[..., Any]:
@@ -70,10 +128,18 @@ def find_oracle(op: str) -> Callable[..., Any]:
 
 
 def arguments(op: Op, case: Case) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays of a case by parameter, and the rest of its arguments."""
+    """The arrays of a case by parameter, and the rest of its arguments.
+
+    Arrays whose values the op reads before it is traced count with the rest: transforms leave them alone.
+    """
     args, kwargs = case.arguments()
     bound = op.bind(args, kwargs).arguments
-    arrays = {name: value for name, value in bound.items() if isinstance(value, np.ndarray | np.generic)}
+    prepared = bound if op.prepare is None else op.prepare(dict(bound))
+    arrays = {
+        name: value
+        for name, value in bound.items()
+        if isinstance(value, np.ndarray | np.generic) and prepared[name] is value
+    }
     return arrays, {name: value for name, value in bound.items() if name not in arrays}
 
 

@@ -4,14 +4,13 @@ An error is measured against a *scale*, not against the element: a sum of produc
 but its rounding errors are as large as its terms. The scale of an element is the largest magnitude in its row
 (the last axis of the array), or the root mean square of the whole array where that is larger.
 
-| dtype of the output | allowed | why |
-|---|---|---|
-| float64 | 1e-12 + growth | a few hundred units in the last place: exponentials, and sums in another order |
-| float32 | 5e-6 + growth | forty units: what float32 products of the highest precision reach, and TF32 (5e-4) does not |
-| float16, bfloat16, float8 | two units in the last place + growth | the result is rounded once; one intermediate, such as the weights of an attention, once more |
-| integers, booleans | exact | |
+* float64: 1e-12. Thousands of units in the last place, and still proof that nothing went through float32.
+* float32: 5e-6, forty units: what products of the highest precision reach and TF32 (5e-4) does not.
+* float16, bfloat16, float8: two units in the last place. The result is rounded once, and an intermediate, such as
+  the weights of an attention, once more.
+* integers and booleans: exact.
 
-*Growth* is `eps(accumulator) * sqrt(length)`: rounding errors of a sum grow like a random walk. The accumulator
+To that comes `eps(accumulator) * sqrt(length)`: rounding errors of a sum grow like a random walk. The accumulator
 is float32 for inputs of 16 bits, so nothing grows with the length at the resolution of the inputs.
 
 Gradients are products of products, so they get four times as much.
@@ -39,9 +38,9 @@ def rtol(dtype: Any, length: int = 1) -> float:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     eps = float(jnp.finfo(dtype).eps)
-    accumulator = max(np.finfo(np.float32).eps if dtype.name != "float64" and dtype.name != "complex128" else eps, 0)
-    base = {8: 1e-12, 4: 5e-6}.get(jnp.finfo(dtype).bits // 8, 2 * eps)
-    return base + float(accumulator) * float(np.sqrt(length))
+    accumulator = min(eps, float(np.finfo(np.float32).eps))
+    base = {"float64": 1e-12, "complex128": 1e-12, "float32": 5e-6, "complex64": 5e-6}.get(dtype.name, 2 * eps)
+    return base + accumulator * length**0.5
 
 
 def coarsest(arrays: Any, default: Any = np.float32) -> np.dtype[Any]:

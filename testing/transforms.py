@@ -20,7 +20,7 @@ from jax import export, lax
 from opmux.core.cases.case import Case
 from opmux.core.errors import ArgumentError, DifferentiationError
 from opmux.core.op import Op
-from opmux.testing.gradients import value_and_gradients
+from opmux.testing.gradients import rms, value_and_gradients
 from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis
 from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, coarsest, rtol
 
@@ -43,7 +43,7 @@ class _Call:
         self.gradient_rtol = case.rtol or 2 * GRADIENT_FACTOR * accurate
 
     def __call__(self, arrays: Arrays) -> Results:
-        return value_and_gradients(self.subject, arrays, self.rest)
+        return value_and_gradients(partial(self.subject.results, rest=self.rest), arrays)
 
     def loss(self, arrays: Arrays, fixed: Mapping[str, Any]) -> jax.Array:
         """A number that every floating result matters to."""
@@ -71,7 +71,7 @@ class _Call:
     def compare_gradients(self, got: Mapping[str, Any], want: Mapping[str, Any], what: str) -> None:
         """Asserts that gradients agree, in value and dtype."""
         label = f"{self.subject} {self.case.name}: {what}"
-        floor = max((_rms(gradient) for gradient in want.values()), default=0.0)
+        floor = max((rms(gradient) for gradient in want.values()), default=0.0)
         for name, gradient in want.items():
             dtype = self.arrays[name].dtype
             assert got[name].dtype == dtype, f"{label}: cotangent of {name!r} is {got[name].dtype}, not {dtype}"
@@ -222,11 +222,10 @@ def check_jvp(subject: Subject, case: Case) -> None:
     tangent = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), moving)
     try:
         _, got = jax.jit(lambda primal, tangent: jax.jvp(loss, (primal,), (tangent,)))(moving, tangent)
-    except DifferentiationError as error:
-        assert subject.op.name in str(error), f"{subject} {case.name}: the error does not name the op: {error}"
+    except DifferentiationError:
         return
     want = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(moving))]
-    scale = max((_rms(leaf) * leaf.size for leaf in want), default=0.0)
+    scale = max((rms(leaf) * leaf.size for leaf in want), default=0.0)
     error = abs(float(got) - sum(float(leaf.sum()) for leaf in want))
     assert error <= call.gradient_rtol * scale, f"{subject} {case.name}: jvp is off by {error:.2g} of {scale:.2g}"
 
@@ -275,11 +274,22 @@ DERIVATIVES = ("grad_of_vmap", "remat", "jacobian", "jvp")
 """Transforms that say nothing about a case without floating arrays."""
 
 
-def check_transforms(subject: Subject, case: Case) -> None:
-    """Runs every transform that applies to a case."""
+def applies(subject: Subject, transform: str, case: Case) -> bool:
+    """Whether a transform says anything about a case."""
     arrays, _ = arguments(subject.op, case)
+    return bool(floating(arrays) if transform in DERIVATIVES else arrays)
+
+
+def check_transforms(subject: Subject, case: Case) -> None:
+    """Runs every transform that applies to a case.
+
+    Raises:
+      Rejected: the backend does not take the case.
+      AssertionError: a transform changes something.
+    """
+    subject.decision(case)
     for name, check in TRANSFORMS.items():
-        if floating(arrays) or name not in DERIVATIVES:
+        if applies(subject, name, case):
             check(subject, case)
 
 
@@ -303,8 +313,3 @@ def _part(arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
 
 def _inexact(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-def _rms(array: Any) -> float:
-    wide = np.asarray(array).astype(np.float64)
-    return float(np.sqrt(np.mean(np.square(wide)))) if wide.size else 0.0
