@@ -45,7 +45,7 @@ class Finding:
     traceback: str = ""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `doctor`."""
     parser = subparsers.add_parser(
         "doctor",

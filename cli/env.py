@@ -18,7 +18,7 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `env`."""
     parser = subparsers.add_parser(
         "env",

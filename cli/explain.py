@@ -22,7 +22,7 @@ Exit codes: 0 a backend was chosen; 1 none can run the call; 2 wrong usage.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `explain`."""
     parser = subparsers.add_parser(
         "explain",

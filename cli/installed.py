@@ -48,11 +48,12 @@ def shadowed(distributions: Iterable[metadata.Distribution] | None = None) -> li
 
 def _copy(distribution: metadata.Distribution) -> Copy:
     path = Path(getattr(distribution, "_path", "") or "")
-    stem, _, rest = path.stem.partition("-")
+    stem = path.stem.partition("-")[0]
     try:
-        name, version = distribution.metadata["Name"], distribution.version
-    except Exception:  # newer Pythons raise where there are no metadata, older ones return None
-        name, version = None, None
+        found = distribution.metadata
+        name, version = (found[key] if key in found else "" for key in ("Name", "Version"))
+    except Exception:  # newer Pythons raise where there are no metadata
+        name, version = "", ""
     points = frozenset((point.name, point.value) for point in distribution.entry_points if point.group == GROUP)
     normal = re.sub(r"[-_.]+", "-", name or stem).lower()
-    return Copy(normal, version or (rest if name else ""), str(path.parent), points)
+    return Copy(normal, version, str(path.parent), points)

@@ -7,7 +7,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
+
+# What `add_subparsers` returns; argparse has no public name for it.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 
 _NARROWEST = 40
 

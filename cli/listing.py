@@ -25,7 +25,7 @@ _LEGEND = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `list`."""
     parser = subparsers.add_parser(
         "list",

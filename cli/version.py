@@ -12,7 +12,7 @@ from opmux.cli import layout
 _DISTRIBUTIONS = ("opmux", "jax", "jaxlib", "numpy", "pydantic", "pluggy")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `version`."""
     parser = subparsers.add_parser(
         "version",

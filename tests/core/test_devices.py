@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+
 from opmux.core import compat, devices
 from opmux.core.devices import Device
 from opmux.core.errors import OpmuxError, UnknownDeviceError
