@@ -1,0 +1,128 @@
+"""Interpreted Pallas attention, forward: online softmax over key blocks (Milakov and Gimelshein 2018; Dao et al. 2022).
+
+    one block of queries      keys, values
+    [batch, heads, G, q, H]   [batch, heads, S, H]
+              │                    │ one block of keys at a time, unseen blocks skipped
+              ▼                    ▼
+         scores [batch, heads, G, q, kv] ── top, total, out: rescaled and added to
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from opmux.core.ops.attention import AttentionParams
+from opmux.core.ops.attention import outputs as output_specs
+from opmux.core.request import Operands, Outputs, Request
+from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, View, masks, product, with_channels
+from opmux.plugins.interpret.attention_config import AttentionConfig
+
+
+def attention(request: Request, operands: Operands, config: AttentionConfig) -> Outputs:
+    """`out` and `lse` of a canonical attention, in O(T + S) memory beside the bias and mask."""
+    specs = output_specs(request)
+    if not (specs["lse"].size and request["key"].shape[1]):
+        # Nothing sees anything, and Pallas has no arrays without elements.
+        return {
+            "out": jnp.zeros(specs["out"].shape, specs["out"].dtype),
+            "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
+        }
+    blocks = Blocks.of(request, config)
+
+    def load(name: str) -> jax.Array:
+        # Infinite entries count as NaN, so that any product with them is NaN for the rows that see them.
+        array = operands[name].astype(blocks.dtype)
+        return with_channels(jnp.where(jnp.isfinite(array), array, jnp.nan))
+
+    arrays = {
+        "query": blocks.rows(load("query") * request.params.scale),
+        "key": blocks.keys(load("key")),
+        "value": blocks.keys(load("value")),
+        **masks(blocks, operands),
+    }
+    tile = (blocks.batch, blocks.heads, blocks.G, blocks.q)
+    out, lse = pl.pallas_call(
+        lambda *refs: _kernel(blocks, dict(zip(arrays, refs, strict=False)), *refs[len(arrays) :]),
+        out_shape=[
+            jax.ShapeDtypeStruct((blocks.B, blocks.K, blocks.G, blocks.T_padded, blocks.value_channels), blocks.dtype),
+            jax.ShapeDtypeStruct((blocks.B, blocks.K, blocks.G, blocks.T_padded), blocks.dtype),
+        ],
+        grid=(blocks.B // blocks.batch, blocks.K // blocks.heads, blocks.T_padded // blocks.q),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
+        out_specs=[
+            pl.BlockSpec((*tile, blocks.value_channels), lambda b, h, t: (b, h, 0, t, 0)),
+            pl.BlockSpec(tile, lambda b, h, t: (b, h, 0, t)),
+        ],
+        interpret=True,
+        name="attention",
+    )(*arrays.values())
+    return {"out": blocks.unrows(out)[..., : blocks.Hv].astype(specs["out"].dtype), "lse": blocks.unrows(lse)}
+
+
+def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:
+    params: AttentionParams = blocks.request.params
+    b, h, t = (pl.program_id(axis) * size for axis, size in enumerate((blocks.batch, blocks.heads, blocks.q)))
+    view = View(blocks, refs, b, h, t)
+    query = refs["query"][*view.heads, :, pl.ds(t, blocks.q)]
+
+    def step(s: Scalar, seen: jax.Array | None, carry: Any) -> Any:
+        key = refs["key"][*view.heads, pl.ds(s, blocks.kv)]
+        value = refs["value"][*view.heads, pl.ds(s, blocks.kv)]
+        scores = product(query, key, (4, 3))
+        if params.soft_cap is not None:
+            scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
+        if "bias" in refs:
+            bias = refs["bias"][view.at("bias", s)]
+            seen = (bias != -jnp.inf) & seen
+            scores = scores + bias
+        if seen is not None:
+            scores = jnp.where(seen, scores, -jnp.inf)
+
+        top = scores.max(-1, keepdims=True)
+        if carry is not None:
+            top = jnp.maximum(carry[0], top)
+        # A row that has seen nothing yet has weights exp(-inf - 0).
+        shift = jnp.where(top == -jnp.inf, 0, top)
+        weights = jnp.exp(scores - shift)
+        total = weights.sum(-1, keepdims=True)
+        out = _weigh(weights, value, seen)
+        if carry is not None:
+            old = jnp.exp(carry[0] - shift)
+            total, out = carry[1] * old + total, carry[2] * old + out
+        return top, total, out
+
+    rows = (blocks.batch, blocks.heads, blocks.G, blocks.q, 1)
+    empty = (
+        jnp.full(rows, -jnp.inf, blocks.dtype),
+        jnp.zeros(rows, blocks.dtype),
+        jnp.zeros((*rows[:-1], blocks.value_channels), blocks.dtype),
+    )
+    top, total, out = view.walk(step, empty)
+
+    some = total != 0
+    valid = view.valid_rows()
+    if valid is not None:
+        some = some & valid
+    total = jnp.where(some, total, 1)
+    out_ref[...] = jnp.where(some, out / total, 0)
+    lse_ref[...] = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
+
+
+def _weigh(weights: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
+    """Weighted sum of the values; NaN in a value reaches the rows that see it and no other."""
+    if seen is None:
+        return product(weights, value, (4, 2))
+    bad = jnp.isnan(value)
+    out = product(weights, jnp.where(bad, 0, value), (4, 2))
+
+    def poison() -> jax.Array:
+        rows = jnp.broadcast_to(seen, weights.shape).astype(weights.dtype)
+        return jnp.where(product(rows, bad.astype(weights.dtype), (4, 2)) > 0, jnp.nan, out)
+
+    return lax.cond(bad.any(), poison, lambda: out)
+

@@ -1,0 +1,275 @@
+"""What the forward and backward attention kernels share: layout, block sizes, and who sees whom in a block.
+
+Both kernels work head-major, [B, K, G, T, H] for queries and [B, K, S, H] for keys, with the G query heads
+that read one key/value head side by side, so that grouped heads are rows of one product and nothing is
+repeated in memory. Inputs are whole arrays that the kernels slice: interpret mode copies an input back at
+every grid step if its block moves, and costs nothing if it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from opmux.core.ops.attention import accumulator
+from opmux.core.ops.attention_mask import diagonal
+from opmux.core.request import Operands, Request
+from opmux.plugins.interpret.attention_config import AttentionConfig
+
+Scalar = int | jax.Array
+"""A bound: a Python int where it is the same for every call, else a traced int32."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of one attention problem and of its blocks.
+
+    Attributes:
+      batch: batch elements of a block; heads, q and kv likewise.
+      T_padded: query rows rounded up to whole blocks.
+      S_padded: keys rounded up to whole blocks.
+    """
+
+    request: Request
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+    H: int
+    Hv: int
+    batch: int
+    heads: int
+    q: int
+    kv: int
+    T_padded: int = field(init=False)
+    S_padded: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "T_padded", pl.cdiv(self.T, self.q) * self.q)
+        object.__setattr__(self, "S_padded", pl.cdiv(self.S, self.kv) * self.kv)
+
+    @classmethod
+    def of(cls, request: Request, config: AttentionConfig) -> Blocks:
+        """The blocks of a request whose arrays all have elements."""
+        B, T, N, H = request["query"].shape
+        S, K, Hv = request["value"].shape[1:]
+        return cls(
+            request, B, T, S, K, N // K, H, Hv,
+            batch=_divisor(B, config.block_batch), heads=_divisor(K, config.block_heads),
+            q=min(config.block_q, T), kv=min(config.block_kv, S),
+        )  # fmt: skip
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of the values as `with_channels` leaves them."""
+        return max(self.Hv, 1)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of everything inside the kernels."""
+        return accumulator(self.request["query"].dtype)
+
+    def rows(self, array: jax.Array, fill: float = 0) -> jax.Array:
+        """[B, T, N, ...] to [B, K, G, T_padded, ...]."""
+        array = array.reshape(self.B, self.T, self.K, self.G, *array.shape[3:])
+        return _pad(jnp.moveaxis(array, 1, 3), 3, self.T_padded, fill)
+
+    def unrows(self, array: jax.Array) -> jax.Array:
+        """The inverse of `rows`, dtype apart."""
+        array = jnp.moveaxis(array[:, :, :, : self.T], 3, 1)
+        return array.reshape(self.B, self.T, self.K * self.G, *array.shape[4:])
+
+    def keys(self, array: jax.Array) -> jax.Array:
+        """[B, S, K, H] to [B, K, S_padded, H]."""
+        return _pad(jnp.moveaxis(array, 1, 2), 2, self.S_padded, 0)
+
+    def scores(self, array: jax.Array) -> jax.Array:
+        """[#B, #N, #T, #S] to [#B, #K, #G, #T_padded, #S_padded]; axes of size one stay."""
+        b, n, t, s = array.shape
+        heads = (1, 1) if n == 1 else (self.K, self.G)
+        array = array.reshape(b, *heads, t, s)
+        array = array if t == 1 else _pad(array, 3, self.T_padded, 0)
+        return array if s == 1 else _pad(array, 4, self.S_padded, 0)
+
+
+def with_channels(array: jax.Array) -> jax.Array:
+    """The array with one channel of zeros if it has none: Pallas has no arrays without elements."""
+    return _pad(array, array.ndim - 1, max(array.shape[-1], 1), 0)
+
+
+def product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Product over one axis of each, for each batch element and head: the free axes of `lhs`, then of `rhs`."""
+    dimensions = (((axes[0],), (axes[1],)), ((0, 1), (0, 1)))
+    return lax.dot_general(lhs, rhs, dimensions, precision=lax.Precision.HIGHEST)
+
+
+def _divisor(size: int, limit: int) -> int:
+    return next(n for n in range(min(size, limit), 0, -1) if size % n == 0)
+
+
+def _pad(array: jax.Array, axis: int, size: int, fill: float) -> jax.Array:
+    if array.shape[axis] == size:
+        return array
+    widths = [(0, size - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
+    return jnp.pad(array, widths, constant_values=fill)
+
+
+def masks(blocks: Blocks, operands: Operands) -> dict[str, jax.Array]:
+    """The operands that decide who sees whom, in the kernels' layout."""
+    request = blocks.request
+    arrays: dict[str, jax.Array] = {}
+    if "q_lengths" in operands or "kv_lengths" in operands:
+        full = jnp.ones((blocks.B,), jnp.int32)
+        arrays["lengths"] = jnp.stack(
+            [
+                jnp.minimum(operands.get("q_lengths", full * blocks.T), blocks.T),
+                jnp.minimum(operands.get("kv_lengths", full * blocks.S), blocks.S),
+                diagonal(request, operands),
+            ]
+        )
+    if "q_segments" in operands:
+        arrays["q_segments"] = _pad(operands["q_segments"], 1, blocks.T_padded, 0)
+        arrays["kv_segments"] = _pad(operands["kv_segments"], 1, blocks.S_padded, 0)
+    if "bias" in operands:
+        arrays["bias"] = blocks.scores(operands["bias"].astype(blocks.dtype))
+    if "mask" in operands:
+        arrays["mask"] = blocks.scores(operands["mask"])
+    return arrays
+
+
+@dataclass(frozen=True)
+class View:
+    """The query rows of one block, as its kernel sees them.
+
+    Attributes:
+      blocks: the problem.
+      refs: refs of the arrays made by `masks`.
+      b: first batch element.
+      h: first key/value head.
+      t: first query row.
+    """
+
+    blocks: Blocks
+    refs: dict[str, Any]
+    b: Scalar
+    h: Scalar
+    t: Scalar
+
+    @property
+    def heads(self) -> tuple[Any, Any]:
+        """Index of the block's batch elements and heads."""
+        return pl.ds(self.b, self.blocks.batch), pl.ds(self.h, self.blocks.heads)
+
+    def length(self, which: int) -> Any:
+        """Valid queries (0) or keys (1), or the diagonal (2), of each batch element: [batch, 1, 1, 1, 1], or an int."""
+        blocks, params = self.blocks, self.blocks.request.params
+        if "lengths" not in self.refs:
+            return (blocks.T, blocks.S, blocks.S - blocks.T if params.bottom_right else 0)[which]
+        return self.refs["lengths"][which, pl.ds(self.b, blocks.batch)].reshape(-1, 1, 1, 1, 1)
+
+    def valid_rows(self) -> jax.Array | None:
+        """Which rows are valid queries, [batch, 1, 1, q, 1]; None if all that will be read are."""
+        if "lengths" not in self.refs:
+            return None
+        return self.t + _iota(self.blocks.q, 3) < self.length(0)
+
+    def walk(self, step: Callable[[Scalar, jax.Array | None, Any], Any], carry: Any) -> Any:
+        """Folds `step(first key, seen, carry)` over the key blocks that any row of the block sees.
+
+        `seen` is None where every valid row sees every key. The order of the blocks is no matter to an online
+        softmax, so the partly seen ones on both sides share one loop.
+        """
+        blocks, params, size = self.blocks, self.blocks.request.params, self.blocks.kv
+        q_length, kv_length, center = (self.length(i) for i in range(3))
+        end = _lower(self.t + blocks.q, _top(q_length))
+        # Keys that some row sees, then keys that all rows see.
+        some, every = (0, _top(kv_length)), (0, _bottom(kv_length))
+        if params.left is not None:
+            some = _upper(some[0], self.t + _bottom(center) - params.left), some[1]
+            every = _upper(every[0], end - 1 + _top(center) - params.left), every[1]
+        if params.right is not None:
+            some = some[0], _lower(some[1], end + _top(center) + params.right)
+            every = every[0], _lower(every[1], self.t + 1 + _bottom(center) + params.right)
+        first, last = some[0] // size, _upper(some[1] + size - 1, 0) // size
+        if "lengths" in self.refs:
+            last = jnp.where(self.t < end, last, first)
+        low, high, before = first, first, 0
+        if not (self.selective or "bias" in self.refs):
+            if params.left is not None:
+                low = _lower(_upper((every[0] + size - 1) // size, first), last)
+                before = low - first
+            high = _upper(_lower(every[1] // size, last), low)
+            carry = _loop(low, high, lambda j, c: step(j * size, None, c), carry)
+
+        def edge(j: Scalar, c: Any) -> Any:
+            j = j + (high if isinstance(before, int) else jnp.where(j < before, first, high - before))
+            seen = self.seen(j * size)
+            if not self.selective:
+                return step(j * size, seen, c)
+            return lax.cond(seen.any(), lambda c: step(j * size, seen, c), lambda c: c, c)
+
+        return _loop(0, before + _upper(last - high, 0), edge, carry)
+
+    @property
+    def selective(self) -> bool:
+        """Whether contents of arrays decide who sees whom, so that a block may turn out to be empty."""
+        return "mask" in self.refs or "q_segments" in self.refs
+
+    def seen(self, s: Scalar) -> jax.Array:
+        """Who sees the keys from `s` on, apart from the bias: broadcasts to [batch, heads, G, q, kv]."""
+        blocks, params, refs = self.blocks, self.blocks.request.params, self.refs
+        rows, columns = self.t + _iota(blocks.q, 3), s + _iota(blocks.kv, 4)
+        seen = columns < self.length(1)
+        if params.left is not None:
+            seen = seen & (columns >= rows + self.length(2) - params.left)
+        if params.right is not None:
+            seen = seen & (columns <= rows + self.length(2) + params.right)
+        if "q_segments" in refs:
+            q = refs["q_segments"][pl.ds(self.b, blocks.batch), pl.ds(self.t, blocks.q)]
+            kv = refs["kv_segments"][pl.ds(self.b, blocks.batch), pl.ds(s, blocks.kv)]
+            seen = seen & (q[:, None, None, :, None] == kv[:, None, None, None, :])
+        return seen & refs["mask"][self.at("mask", s)] if "mask" in refs else seen
+
+    def at(self, name: str, s: Scalar) -> tuple[Any, ...]:
+        """Index of the block with the keys from `s` on in an array of scores."""
+        blocks = self.blocks
+        starts = (self.b, self.h, 0, self.t, s)
+        sizes = (blocks.batch, blocks.heads, blocks.G, blocks.q, blocks.kv)
+        shape = self.refs[name].shape
+        return tuple(slice(None) if shape[i] == 1 else pl.ds(starts[i], sizes[i]) for i in range(5))
+
+
+def _iota(size: int, axis: int) -> jax.Array:
+    shape = [1] * 5
+    shape[axis] = size
+    return lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
+
+
+def _loop(start: Scalar, stop: Scalar, body: Callable[[Scalar, Any], Any], carry: Any) -> Any:
+    """A `fori_loop` that leaves no loop behind where it runs at most once for sure."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
+        return body(start, carry) if start < stop else carry
+    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
+
+
+def _lower(a: Scalar, b: Scalar) -> Scalar:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def _upper(a: Scalar, b: Scalar) -> Scalar:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _top(value: Any) -> Scalar:
+    return value if isinstance(value, int) else jnp.max(value)
+
+
+def _bottom(value: Any) -> Scalar:
+    return value if isinstance(value, int) else jnp.min(value)
