@@ -66,9 +66,13 @@ class Subject:
 
     @classmethod
     def reference(cls, op: Op, oracle: Callable[..., Any] | None = None) -> Subject:
-        """The op's own reference, without any registry."""
+        """The op's own reference, compiled, without any registry."""
 
-        return cls(op, lambda *args, **kwargs: run_reference(op, args, kwargs), oracle or find_oracle(op.name))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            arrays, rest = split(op, args, kwargs)
+            return jax.jit(lambda arrays: run_reference(op, (), {**arrays, **rest}))(arrays)
+
+        return cls(op, run, oracle or find_oracle(op.name))
 
     def decision(self, case: Case) -> Decision | None:
         """Which backend a case goes to; None for a callable that is no registered backend.
@@ -128,17 +132,21 @@ def find_oracle(op: str) -> Callable[..., Any]:
 
 
 def arguments(op: Op, case: Case) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays of a case by parameter, and the rest of its arguments.
+    """The arrays of a case by parameter, and the rest of its arguments; see `split`."""
+    return split(op, *case.arguments())
+
+
+def split(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """The arrays of a call by parameter, and the rest of its arguments.
 
     Arrays whose values the op reads before it is traced count with the rest: transforms leave them alone.
     """
-    args, kwargs = case.arguments()
     bound = op.bind(args, kwargs).arguments
     prepared = bound if op.prepare is None else op.prepare(dict(bound))
     arrays = {
         name: value
         for name, value in bound.items()
-        if isinstance(value, np.ndarray | np.generic) and prepared[name] is value
+        if isinstance(value, jax.Array | np.ndarray | np.generic) and prepared[name] is value
     }
     return arrays, {name: value for name, value in bound.items() if name not in arrays}
 

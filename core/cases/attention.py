@@ -35,7 +35,7 @@ def cases() -> list[Case]:
 
 def _shapes() -> Iterator[Case]:
     yield make_case("plain", transforms=True)
-    yield make_case("longer_keys", T=5, S=19, source="jax#24491")
+    yield make_case("longer_keys", T=5, S=19, source="jax#24491", grad=False)
     yield make_case("ones", B=1, T=1, S=1, N=1, K=1, H=1)
     yield make_case("decode", B=3, T=1, S=23)
     yield make_case("mqa", N=5, K=1, source="jax#24102")
@@ -50,8 +50,8 @@ def _shapes() -> Iterator[Case]:
     yield make_case("rank_3_with_all", chain(random_mask(1, 4, 5, 7), _rank_3), B=1, return_residual=True,
                 query_seq_lengths=[4], key_value_seq_lengths=[6],
                 q_segment_ids=[[0, 0, 0, 1, 1]], kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1]])  # fmt: skip
-    yield make_case("everything", chain(random_mask(2, 1, 1, 7), random_bias(1, 4, 5, 7)), Hv=5, scale=0.4, is_causal=True,
-                    local_window_size=(3, None), causal_alignment="bottom_right", logits_soft_cap=2.0,
+    yield make_case("everything", chain(random_mask(2, 1, 1, 7), random_bias(1, 4, 5, 7)), Hv=5, scale=0.4,
+                    is_causal=True, local_window_size=(3, None), causal_alignment="bottom_right", logits_soft_cap=2.0,
                     query_seq_lengths=[5, 4], key_value_seq_lengths=[7, 6], return_residual=True, transforms=True,
                     q_segment_ids=[[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]],
                     kv_segment_ids=[[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1]])  # fmt: skip
@@ -118,9 +118,9 @@ def _masks() -> Iterator[Case]:
         "padding": (2, 1, 1, 7), "rank_2": (5, 7), "rank_1": (7,),
     }  # fmt: skip
     for name, shape in shapes.items():
-        yield make_case(f"mask_{name}", random_mask(*shape))
+        yield make_case(f"mask_{name}", random_mask(*shape), grad=name == "padding")
     yield make_case("mask_query_rows", assign("mask", (0, 0, 2), False, random_mask(2, 4, 5, 1)))
-    yield make_case("mask_scalar", random_mask(1, 1, 1, 1))
+    yield make_case("mask_scalar", random_mask(1, 1, 1, 1), grad=False)
     yield make_case("mask_row_empty", assign("mask", (..., 2, slice(None)), False, random_mask(1, 2, 4, 4)),
                 B=1, T=4, S=4, N=2, transforms=True, return_residual=True,
                 source="pytorch#103963; mlx#2608; equinox#274; pytorch#41508; flash-attention#2562")  # fmt: skip
@@ -139,7 +139,7 @@ def _biases() -> Iterator[Case]:
         "rows": (1, 4, 5, 1), "rank_2": (5, 7), "rank_0": (),
     }  # fmt: skip
     for name, shape in shapes.items():
-        yield make_case(f"bias_{name}", random_bias(*shape), source="jax#27184; jax#30593; attention-gym#20")  # fmt: skip
+        yield make_case(f"bias_{name}", random_bias(*shape), source="jax#27184; jax#30593; attention-gym#20")
     yield make_case("bias_row_of_minus_inf", _minus_inf_row, T=4, S=6, return_residual=True,
                 source="iree#24175; TransformerEngine#556; pytorch#41508")  # fmt: skip
     yield make_case("bias_of_lowest", assign("bias", (..., slice(4, None)), np.finfo(F32).min, random_bias(2, 1, 5, 7)))
@@ -173,24 +173,33 @@ def _bands() -> Iterator[Case]:
     for alignment in ALIGNMENTS:
         for name, (T, S) in sizes.items():
             yield make_case(f"causal_{name}_{alignment}", T=T, S=S, is_causal=True, causal_alignment=alignment,
-                        return_residual=name == "tall", source=sources.get(name, ""))  # fmt: skip
+                        return_residual=name == "tall", source=sources.get(name, ""),
+                        grad=name == "tall")  # fmt: skip
         yield make_case(f"window_alone_{alignment}", T=8, S=10, local_window_size=(0, 2), causal_alignment=alignment,
                     source="jax#32300")  # fmt: skip
-        yield make_case(f"window_tall_{alignment}", T=9, S=4, local_window_size=1, causal_alignment=alignment)
+        yield make_case(
+            f"window_tall_{alignment}", T=9, S=4, local_window_size=1, causal_alignment=alignment, grad=False
+        )
         yield make_case(f"window_causal_{alignment}", T=8, S=8, is_causal=True, local_window_size=(2, 0),
                     causal_alignment=alignment, source="transformers#39408; onnxruntime#25927; vllm#3385")  # fmt: skip
-        yield make_case(f"window_left_{alignment}", T=6, S=9, local_window_size=(2, None), causal_alignment=alignment)
-        yield make_case(f"window_right_{alignment}", T=6, S=9, local_window_size=(None, 1), causal_alignment=alignment)
-        yield make_case(f"window_zero_{alignment}", T=6, S=9, local_window_size=0, causal_alignment=alignment)
+        yield make_case(
+            f"window_left_{alignment}", T=6, S=9, local_window_size=(2, None), causal_alignment=alignment, grad=False
+        )
+        yield make_case(
+            f"window_right_{alignment}", T=6, S=9, local_window_size=(None, 1), causal_alignment=alignment, grad=False
+        )
+        yield make_case(
+            f"window_zero_{alignment}", T=6, S=9, local_window_size=0, causal_alignment=alignment, grad=False
+        )
         yield make_case(f"lengths_causal_{alignment}", B=4, T=6, S=8, is_causal=True, causal_alignment=alignment,
                     query_seq_lengths=[6, 2, 4, 3], key_value_seq_lengths=[8, 5, 2, 0], return_residual=True,
                     transforms=alignment == "bottom_right")  # fmt: skip
         yield make_case(f"lengths_window_{alignment}", B=3, T=6, S=8, local_window_size=(1, 2),
                     causal_alignment=alignment, query_seq_lengths=[6, 3, 1],
                     key_value_seq_lengths=[3, 8, 6])  # fmt: skip
-    yield make_case("window_open", local_window_size=(None, None))
-    yield make_case("window_wider_than_all", local_window_size=(100, 100))
-    yield make_case("causal_ignores_window_right", is_causal=True, local_window_size=(1, 3))
+    yield make_case("window_open", local_window_size=(None, None), grad=False)
+    yield make_case("window_wider_than_all", local_window_size=(100, 100), grad=False)
+    yield make_case("causal_ignores_window_right", is_causal=True, local_window_size=(1, 3), grad=False)
     yield make_case("causal_gqa_residual", N=6, K=2, T=9, S=9, is_causal=True, return_residual=True)
 
 
