@@ -43,10 +43,12 @@ def collect() -> dict[str, Any]:
     """The variables and the policy as plain data."""
     from opmux.registry import environment, policy, tables
 
+    disabled = frozenset(_variable(os.environ.get(environment.DISABLE), environment.parse_disable)["value"] or ())
+
     def rules(text: str) -> Any:
         return [
             {"op": rule.op, "platform": rule.platform, "backends": list(rule.backends)}
-            for rule in tables.check(environment.parse_rules(text), environment.BACKEND).rules
+            for rule in tables.check(environment.parse_rules(text), environment.BACKEND, disabled).rules
         ]
 
     read: dict[str, Callable[[str], Any]] = {

@@ -51,7 +51,7 @@ def _copy(distribution: metadata.Distribution) -> Copy:
     stem = path.stem.partition("-")[0]
     try:
         found = distribution.metadata
-        name, version = (found[key] if key in found else "" for key in ("Name", "Version"))
+        name, version = (found[key] if key in found else "" for key in ("Name", "Version"))  # noqa: SIM401
     except Exception:  # newer Pythons raise where there are no metadata
         name, version = "", ""
     points = frozenset((point.name, point.value) for point in distribution.entry_points if point.group == GROUP)

@@ -21,7 +21,8 @@ examples:
 _LEGEND = {
     "*": "first in automatic choice on this device",
     "!": "forced: see `opmux env`",
-    "away": "has the op, but for other platforms",
+    "away": "for other platforms only",
+    "bwd": "with a backward kernel of its own",
 }
 
 
@@ -61,17 +62,8 @@ def collect(device: str | None = None) -> dict[str, Any]:
     place = devices.device(device) if device else wanted.device or devices.from_jax(compat.default_device())
     infos = registry.backends()
     implementations = registry.implementations()
-    names = dict.fromkeys((*registry.ops(), *(found.op for found in implementations)))
-    rows = {
-        op: _cells(
-            op,
-            [found for found in implementations if found.op == op],
-            {name for name, info in infos.items() if not info.platforms or place.platform in info.platforms},
-            place,
-            wanted,
-        )
-        for op in sorted(names)
-    }
+    at_home = {name for name, info in infos.items() if not info.platforms or place.platform in info.platforms}
+    rows = {op: _cells(op, implementations, at_home, place, wanted) for op in registry.ops()}
     return {
         "device": {"name": place.name, "platform": place.platform},
         "ops": rows,
@@ -104,16 +96,20 @@ def _loaded(name: str) -> Any:
 def _cells(
     op: str, implementations: list[Implementation], at_home: set[str], place: Device, wanted: Policy
 ) -> dict[str, dict[str, Any]]:
-    """State and priority of every backend that has an op.
+    """State and priority of every backend that has an op, and whether it has a backward kernel.
 
     The order is that of automatic choice, as far as it depends on the device alone: the request and the hooks of
     plugins have their say only when there is a request.
     """
-    rules = [settings.rules for _, settings in wanted.layers()]
-    forced = next((rule.backends for found in rules if (rule := found.lookup(op, place.platform)) is not None), ())
+    from opmux.registry.environment import AUTO
+
+    own = [found for found in implementations if found.op == op]
+    backward = {found.backend for found in implementations if found.op == f"{op}_vjp"}
+    rules = [settings.rules.lookup(op, place.platform) for _, settings in wanted.layers()]
+    forced = next((rule.backends for rule in rules if rule is not None and rule.backends != (AUTO,)), ())
     preferred = wanted.preferred
-    runnable = sorted(
-        (found for found in implementations if found.backend in at_home),
+    first = min(
+        (found for found in own if found.backend in at_home),
         key=lambda found: (
             preferred.index(found.backend) if found.backend in preferred else len(preferred),
             -found.priority_on(place),
@@ -121,25 +117,30 @@ def _cells(
             not found.builtin,
             found.backend,
         ),
+        default=None,
     )
-    first = "" if forced or not runnable else runnable[0].backend
 
     def state(found: Implementation) -> str:
         if found.backend in forced:
             return "forced"
         if found.backend not in at_home:
             return "away"
-        return "first" if found.backend == first else "viable"
+        return "first" if found is first and not forced else "viable"
 
-    return {found.backend: {"state": state(found), "priority": found.priority_on(place)} for found in implementations}
+    return {
+        found.backend: {
+            "state": state(found), "priority": found.priority_on(place), "backward": found.backend in backward
+        }
+        for found in own
+    }  # fmt: skip
 
 
 def _text(found: dict[str, Any]) -> list[str]:
     def cell(entry: dict[str, Any] | None) -> str:
         if entry is None:
             return "-"
-        priority = str(entry["priority"])
-        return {"first": f"{priority} *", "forced": f"{priority} !", "away": "away"}.get(entry["state"], priority)
+        mark = {"first": "*", "forced": "!", "away": "away"}.get(entry["state"], "")
+        return " ".join(filter(None, [str(entry["priority"]), mark, "bwd" if entry["backward"] else ""]))
 
     names = list(found["backends"])
     rows = [(op, [cell(entries.get(name)) for name in names]) for op, entries in found["ops"].items()]

@@ -22,8 +22,8 @@ def opmux_implementations():
 """
 
 
-@pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 columns, and none of the variables that the suite itself may run under."""
     monkeypatch.setenv("COLUMNS", "80")
     for name in environment.VARIABLES:

@@ -13,6 +13,8 @@ import pytest
 from opmux.cli import installed
 from opmux.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
 Install = Callable[..., Path]
 
 BROKEN = """
@@ -202,5 +204,5 @@ def test_list_fits_with_many_backends(install: Install, capsys: pytest.CaptureFi
     assert "away" in out
     assert main(["list", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)["ops"]["add"]
-    assert cells["elsewhere"] == {"state": "away", "priority": 0}
+    assert cells["elsewhere"] == {"state": "away", "priority": 0, "backward": False}
     assert len(cells) >= 14

@@ -12,6 +12,8 @@ import pytest
 from opmux.cli.main import main
 from opmux.core import devices
 
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
 ADD = ["explain", "add", "--arg", "x=f32[8,8]", "--arg", "y=f32[8]"]
 ATTENTION = [
     "explain", "attention", "--arg", "query=bf16[2,1024,8,128]", "--arg", "key=bf16[2,1024,2,128]",
@@ -142,6 +144,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["failed"] == found["disabled"] == []
     for op, cells in found["ops"].items():
         assert [cell["state"] for cell in cells.values()].count("first") == 1, op
+    assert found["ops"]["attention"]["interpret"]["backward"] is True
+    assert found["ops"]["attention"]["xla"]["backward"] is False
 
 
 def test_list_marks_the_first_as_explain_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
