@@ -67,6 +67,11 @@ class Blocks:
         )  # fmt: skip
 
     @property
+    def channels(self) -> int:
+        """Channels of queries and keys as `with_channels` leaves them."""
+        return max(self.H, 1)
+
+    @property
     def value_channels(self) -> int:
         """Channels of the values as `with_channels` leaves them."""
         return max(self.Hv, 1)
@@ -206,7 +211,7 @@ class View:
                 low = _lower(_upper((every[0] + size - 1) // size, first), last)
                 before = low - first
             high = _upper(_lower(every[1] // size, last), low)
-            carry = _loop(low, high, lambda j, c: step(j * size, None, c), carry)
+            carry = loop(low, high, lambda j, c: step(j * size, None, c), carry)
 
         def edge(j: Scalar, c: Any) -> Any:
             j = j + (high if isinstance(before, int) else jnp.where(j < before, first, high - before))
@@ -215,7 +220,7 @@ class View:
                 return step(j * size, seen, c)
             return lax.cond(seen.any(), lambda c: step(j * size, seen, c), lambda c: c, c)
 
-        return _loop(0, before + _upper(last - high, 0), edge, carry)
+        return loop(0, before + _upper(last - high, 0), edge, carry)
 
     @property
     def selective(self) -> bool:
@@ -252,7 +257,7 @@ def _iota(size: int, axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
 
 
-def _loop(start: Scalar, stop: Scalar, body: Callable[[Scalar, Any], Any], carry: Any) -> Any:
+def loop(start: Scalar, stop: Scalar, body: Callable[[Scalar, Any], Any], carry: Any) -> Any:
     """A `fori_loop` that leaves no loop behind where it runs at most once for sure."""
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return body(start, carry) if start < stop else carry
