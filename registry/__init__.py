@@ -22,14 +22,15 @@ from opmux.core.devices import Device
 from opmux.core.errors import SettingError
 from opmux.core.implementation import BackendInfo, Implementation, Rejection
 from opmux.core.op import Op
+from opmux.registry import environment as _environment
 from opmux.registry import policy as _policy
 from opmux.registry import tables as _tables
+from opmux.registry.candidates import Options
 from opmux.registry.decision import Candidate, Decision, Reason
 from opmux.registry.handle import OpHandle
 from opmux.registry.hookspecs import hookimpl
 from opmux.registry.loader import Plugin, PluginFailure
 from opmux.registry.policy import Backend, configure
-from opmux.registry.resolver import Options
 from opmux.registry.scope import carry, use
 
 __all__ = [
@@ -64,37 +65,46 @@ def get(
       UnknownOpError, UnknownBackendError, UnknownDeviceError: a name means nothing.
       SettingError: an argument or environment variable has a value that it cannot have.
     """
+    wanted = _policy.current()
     key = op if backend is None and device is None and config is None else _key(op, backend, device, config)
     handle = _handles.get(key)
     if handle is None:
-        handle = _handles.setdefault(key, _handle(op, backend, device, config))
+        handle = _handles.setdefault(key, _handle(op, backend, device, config, wanted.disabled))
     return handle
 
 
 def _key(op: str, backend: Any, device: Any, config: Any) -> Any:
-    backend = tuple(backend.items()) if isinstance(backend, Mapping) else backend
-    config = _items(config) if isinstance(config, Mapping) else config
+    where = f"get({op!r})"
+    if isinstance(backend, Mapping):
+        backend = str(_environment.rules_from(backend, f"{where}(backend=...)"))
+    config = _items(config, where) if isinstance(config, Mapping) else config
     key = (op, backend, device, config)
     try:
         hash(key)
     except TypeError:
         raise SettingError(
-            f"get({op!r}): backend, device and config must be hashable; got {backend!r}, {device!r}, {config!r}"
+            f"{where}: backend, device and config must be hashable; got {backend!r}, {device!r}, {config!r}"
         ) from None
     return key
 
 
-def _items(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(config.items()))
+def _items(config: Mapping[str, Any], where: str) -> tuple[tuple[str, Any, type], ...]:
+    for name in config:
+        if not isinstance(name, str):
+            raise SettingError(f"{where}: config: got the field {name!r}; allowed: names of fields")
+    # With the type, since 1 and True are equal.
+    return tuple(sorted(((name, value, type(value)) for name, value in config.items()), key=lambda item: item[0]))
 
 
-def _handle(op: str, backend: Any, device: Any, config: Any) -> OpHandle:
+def _handle(op: str, backend: Any, device: Any, config: Any, disabled: frozenset[str]) -> OpHandle:
     where = f"get({op!r})"
-    _tables.op(op, where)
+    if not isinstance(op, str):
+        raise SettingError(f"{where}: got a {type(op).__name__}; allowed: the name of an op")
+    _tables.op(op, where, disabled)
     asked = _policy.settings(where, backend=backend, device=device)
     if config is not None and not isinstance(config, Config | Mapping):
         raise SettingError(f"{where}: config: got a {type(config).__name__}; allowed: a Config, or a mapping of fields")
-    kept = _items(config) if isinstance(config, Mapping) else config
+    kept = _items(config, where) if isinstance(config, Mapping) else config
     return OpHandle(op, Options(rules=asked.rules, config=kept, device=asked.device))
 
 
@@ -130,9 +140,10 @@ def implementations(op: str | None = None) -> list[Implementation]:
     Raises:
       UnknownOpError: there is no such op.
     """
+    disabled = _policy.current().disabled
     if op is not None:
-        _tables.op(op.removesuffix("_vjp"), "implementations()")
-    plugins = _tables.loader.load_all(_policy.current().disabled)
+        _tables.op(op.removesuffix("_vjp"), "implementations()", disabled)
+    plugins = _tables.loader.load_all(disabled)
     found = [implementation for plugin in plugins for implementation in plugin.contents.implementations]
     return [implementation for implementation in found if op is None or implementation.op == op]
 

@@ -31,7 +31,7 @@ Simulate = Literal["auto", "never", "always"]
 _SIMULATE: tuple[Simulate, ...] = ("auto", "never", "always")
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Rules:
     def lookup(self, op: str, platform: str) -> Rule | None:
         """The narrowest rule that speaks for an op on a platform; the op counts before the platform.
 
-        A rule for an op speaks for its backward as well, unless one names the backward itself.
+        A rule for an op speaks for its backward as well, unless one names the backward itself. A rule whose
+        backends are `AUTO` speaks too: for automatic choice.
         """
         best: tuple[tuple[int, int], Rule] | None = None
         for rule in self.rules:
@@ -82,9 +83,7 @@ class Rules:
                 continue
             if best is None or (by_op, by_platform) > best[0]:
                 best = ((by_op, by_platform), rule)
-        if best is None or best[1].backends == (AUTO,):
-            return None
-        return best[1]
+        return None if best is None else best[1]
 
 
 @lru_cache(maxsize=256)
@@ -132,7 +131,7 @@ def _name(text: str, variable: str, at: int, raw: str, what: str) -> str:
     column = at + len(raw) - len(raw.lstrip()) + 1
     if not name:
         raise EnvSyntaxError(variable, text, min(column, len(text) + 1), f"expected {what}")
-    match = _NAME.match(name)
+    match = NAME.match(name)
     if match is None or match.end() != len(name):
         bad = column + (match.end() if match else 0)
         raise EnvSyntaxError(variable, text, bad, f"{name[bad - column]!r} cannot stand in {what}")
@@ -153,13 +152,18 @@ def _target(text: str, variable: str, at: int, head: str) -> tuple[str, str]:
         if platform not in PLATFORMS:
             near = near_matches(platform, PLATFORMS)
             meant = f"; did you mean {near[0]!r}?" if near else ""
-            problem = f"unknown platform {platform!r}{meant} Known: {', '.join(PLATFORMS)}"
-            raise EnvSyntaxError(variable, text, platform_at + 1, problem)
+            problem = f"unknown platform {platform!r}{meant}; known: {', '.join(PLATFORMS)}"
+            blanks = len(raw_platform) - len(raw_platform.lstrip())
+            raise EnvSyntaxError(variable, text, platform_at + blanks + 1, problem)
     return op or "*", platform
 
 
 def rules_from(value: str | Mapping[str, str | tuple[str, ...] | list[str]] | None, where: str) -> Rules:
-    """Rules from a `backend=` argument: the grammar's text, or a mapping of `op[@platform]` to names."""
+    """Rules from a `backend=` argument: the grammar's text, or a mapping of `op[@platform]` to names.
+
+    Raises:
+      SettingError: it is neither, or does not follow the grammar.
+    """
     if value is None:
         return Rules()
     if isinstance(value, str):
@@ -169,7 +173,12 @@ def rules_from(value: str | Mapping[str, str | tuple[str, ...] | list[str]] | No
             f"{where}: got a {type(value).__name__}; allowed: a backend name, the text that {BACKEND} takes, "
             "or a mapping of op to name"
         )
-    entries = [f"{op}={names if isinstance(names, str) else ','.join(names)}" for op, names in value.items()]
+    entries: list[str] = []
+    for op, names in value.items():
+        listed = (names,) if isinstance(names, str) else names
+        if not isinstance(listed, tuple | list) or not all(isinstance(name, str) for name in listed):
+            raise SettingError(f"{where}: {op!r}: got {names!r}; allowed: a backend name, or a sequence of them")
+        entries.append(f"{op}={','.join(listed)}")
     return parse_rules(";".join(entries), where)
 
 

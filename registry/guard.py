@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +12,7 @@ import jax.core
 from jax.interpreters import ad, batching, mlir
 
 from opmux.core.compat import Primitive
-from opmux.core.errors import DifferentiationError, ForcedBackendError
+from opmux.core.errors import DifferentiationError, OpmuxError
 from opmux.core.request import ArraySpec
 
 # reverse_only(x): the identity, whose tangent may be transposed but never evaluated. A custom_vjp alone would
@@ -18,16 +21,16 @@ _reverse_only_p = Primitive("opmux_reverse_only")
 _tangent_p = Primitive("opmux_tangent")
 
 
-def reverse_only(array: jax.Array, message: str) -> jax.Array:
-    """The array itself; forward-mode differentiation through it raises `DifferentiationError(message)`."""
+def reverse_only(array: jax.Array, message: Hashable) -> jax.Array:
+    """The array itself; forward-mode differentiation through it raises `DifferentiationError(str(message))`."""
     return _reverse_only_p.bind(array, message=message)
 
 
-def _identity(array: Any, *, message: str) -> Any:
+def _identity(array: Any, *, message: Hashable) -> Any:
     return array
 
 
-def _jvp(primals: Any, tangents: Any, *, message: str) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, message: Hashable) -> tuple[Any, Any]:
     (primal,), (tangent,) = primals, tangents
     out = _reverse_only_p.bind(primal, message=message)
     if isinstance(tangent, ad.Zero):
@@ -35,24 +38,24 @@ def _jvp(primals: Any, tangents: Any, *, message: str) -> tuple[Any, Any]:
     return out, _tangent_p.bind(tangent, message=message)
 
 
-def _refuse(*_: Any, message: str, **__: Any) -> Any:
-    raise DifferentiationError(message)
+def _refuse(*_: Any, message: Hashable, **__: Any) -> Any:
+    raise DifferentiationError(str(message))
 
 
-def _batch(args: Any, dims: Any, *, message: str) -> tuple[Any, Any]:
-    return _reverse_only_p.bind(args[0], message=message), dims[0]
+def _batch(primitive: Primitive, args: Any, dims: Any, *, message: Hashable) -> tuple[Any, Any]:
+    return primitive.bind(args[0], message=message), dims[0]
 
 
 _reverse_only_p.def_impl(_identity)
 _reverse_only_p.def_abstract_eval(_identity)
 mlir.register_lowering(_reverse_only_p, lambda ctx, array, *, message: [array])
-batching.primitive_batchers[_reverse_only_p] = _batch
+batching.primitive_batchers[_reverse_only_p] = partial(_batch, _reverse_only_p)
 ad.primitive_jvps[_reverse_only_p] = _jvp
 
 _tangent_p.def_impl(_refuse)
 _tangent_p.def_abstract_eval(_identity)
 mlir.register_lowering(_tangent_p, _refuse)
-batching.primitive_batchers[_tangent_p] = _refuse
+batching.primitive_batchers[_tangent_p] = partial(_batch, _tangent_p)
 ad.deflinear2(_tangent_p, lambda cotangent, _, *, message: [cotangent])
 
 # unavailable(): a branch of lax.platform_dependent that may be traced, but not lowered.
@@ -60,16 +63,23 @@ _unavailable_p = Primitive("opmux_unavailable")
 _unavailable_p.multiple_results = True
 
 
-def unavailable(outputs: dict[str, ArraySpec], message: str) -> dict[str, jax.Array]:
-    """Outputs of the given specs; lowering or running them raises `ForcedBackendError(message)`."""
+def unavailable(outputs: Mapping[str, ArraySpec], error: OpmuxError) -> dict[str, jax.Array]:
+    """Outputs of the given specs; lowering or running them raises the error."""
     avals = tuple(jax.core.ShapedArray(spec.shape, spec.dtype) for spec in outputs.values())
-    return dict(zip(outputs, _unavailable_p.bind(avals=avals, message=message), strict=True))
+    return dict(zip(outputs, _unavailable_p.bind(avals=avals, error=error), strict=True))
 
 
-def _raise_unavailable(*_: Any, message: str, **__: Any) -> Any:
-    raise ForcedBackendError(message)
+def _raise_unavailable(*_: Any, error: OpmuxError, **__: Any) -> Any:
+    raise fresh(error)
 
 
 _unavailable_p.def_impl(_raise_unavailable)
-_unavailable_p.def_abstract_eval(lambda *, avals, message: list(avals))
+_unavailable_p.def_abstract_eval(lambda *, avals, error: list(avals))
 mlir.register_lowering(_unavailable_p, _raise_unavailable)
+
+
+def fresh(error: OpmuxError) -> OpmuxError:
+    """A copy to raise: one that is kept would gather tracebacks, and with them all that their frames hold."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied

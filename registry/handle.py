@@ -19,8 +19,9 @@ from opmux.core.devices import Device
 from opmux.core.errors import ArgumentTypeError, MixedDeviceError, OpmuxError, OverrideScopeError
 from opmux.core.op import Op
 from opmux.registry import dispatch, placement, policy, resolver, tables
+from opmux.registry.candidates import Options
 from opmux.registry.decision import Decision
-from opmux.registry.resolver import Options, Plan
+from opmux.registry.resolver import Plan
 
 Statics = tuple[tuple[str, Any, type], ...]
 
@@ -35,7 +36,7 @@ class OpHandle:
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
         self._options = options
-        op = tables.op(name)
+        op = self.op
         self.__name__ = name
         self.__doc__ = op.canonicalize.__doc__
         self._jitted = self._jit(options.device)
@@ -46,7 +47,7 @@ class OpHandle:
     @property
     def op(self) -> Op:
         """The op behind the handle."""
-        return tables.op(self._name)
+        return tables.op(self._name, disabled=policy.current().disabled)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -58,7 +59,8 @@ class OpHandle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the op; see its signature."""
         wanted = policy.current()
-        if kwargs or len(args) > self._plain or self._options.device is not None or placement.several():
+        told = self._options.device or wanted.device
+        if kwargs or len(args) > self._plain or told is not None or placement.several():
             return self._call_bound(wanted, args, kwargs)
         try:
             if policy.key(wanted) is policy.active_key():
@@ -93,7 +95,7 @@ class OpHandle:
         if device is None:
             concrete = [leaf for leaf in arrays.values() if isinstance(leaf, jax.Array) and not compat.is_traced(leaf)]
             device = placement.of_arrays(self._name, concrete)
-        return resolver.plan(op, request, device, wanted, self._options).decision
+        return resolver.plan(op, request, device, wanted, self._options, complete=True).decision
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered computation (`jax.stages.Lowered`) of a call, for the chosen device's platform.
@@ -191,7 +193,7 @@ class _Jitted:
 def _run(name: str, options: Options, device: Device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The body of a handle: canonicalize, choose, compute, hand back. Runs while JAX traces."""
     wanted = policy.active()
-    op = tables.op(name)
+    op = tables.op(name, disabled=wanted.disabled)
     call = op.call(args, kwargs)
     told = device or options.device or wanted.device
     if told is not None:
@@ -201,11 +203,11 @@ def _run(name: str, options: Options, device: Device | None, args: tuple[Any, ..
     else:
         devices = placement.of_trace()
 
-    def plan(device: Device) -> Plan:
-        return resolver.plan(op, call.request, device, wanted, options)
+    def plan(device: Device, among: frozenset[str] | None = None) -> Plan:
+        return resolver.plan(op, call.request, device, wanted, options, among=among)
 
     plans = dispatch.plans_of(devices, plan)
-    outputs = dispatch.execute(op, call.request, call.operands, plans, staged=len(devices) > 1)
+    outputs = dispatch.execute(op, call.request, call.operands, plans, wanted, staged=len(devices) > 1)
     return call.finish(outputs)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from opmux.core.devices import Device
 from opmux.core.errors import SimulatedBackendWarning, SlowPathWarning
-from opmux.registry import tables
 
 _told: set[Any] = set()
 
@@ -26,7 +25,11 @@ def report(found: Any, device: Device) -> None:
             stacklevel=2,
         )
     selected = decision.candidate(decision.backend)
-    passed_over = [candidate for candidate in decision.candidates if candidate.tier == "kernel" and candidate.reasons]
+    passed_over = [
+        candidate
+        for candidate in decision.candidates
+        if candidate.state == "failed" or (candidate.tier == "kernel" and candidate.reasons)
+    ]
     if decision.forced or device.platform == "cpu" or selected.tier == "kernel" or not passed_over:
         return
     reasons = "; ".join(
@@ -45,10 +48,3 @@ def report(found: Any, device: Device) -> None:
 def forget() -> None:
     """Makes every notice new again, for tests."""
     _told.clear()
-
-
-def forward_mode_backends(op: str) -> list[str]:
-    """Loaded backends that JAX can differentiate in forward mode for an op."""
-    plugins = tables.loader.load_all(frozenset())
-    found = [(plugin.name, plugin.implementation(op)) for plugin in plugins]
-    return [name for name, implementation in found if implementation is not None and implementation.forward_mode]

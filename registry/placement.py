@@ -37,14 +37,16 @@ def forget() -> None:
 
 
 def of_arrays(op: str, leaves: Iterable[Any]) -> Device:
-    """The kind of device that concrete arguments live on; the default device if none of them lives on any.
+    """The kind of device that a call of concrete arguments runs on.
+
+    Arrays that are committed to a device decide; JAX moves all others there, or to the default device.
 
     Raises:
       MixedDeviceError: they live on devices of different kinds.
     """
     found: dict[Device, Any] = {}
     for leaf in leaves:
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and leaf.committed:
             found.update((devices.from_jax(device), leaf) for device in leaf.devices())
     if len(found) > 1:
         where = ", ".join(f"{device.name} ({device.platform})" for device in found)

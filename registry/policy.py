@@ -16,53 +16,20 @@ context's default, `None`, so that opmux re-keys nothing until somebody asks for
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 
-from opmux.core import compat, devices
+from opmux.core import compat
 from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
 from opmux.registry import environment, tables
-from opmux.registry.environment import Rules, Simulate
-
-Backend = str | Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What one source asks for; a field left empty asks for nothing.
-
-    Attributes:
-      rules: backends it forces.
-      prefer: backends that automatic choice ranks first, in order.
-      device: the device to choose for, instead of the one that arguments live on.
-      simulate: whether a forced backend may run in a simulator of its device.
-      disable: plugins that are never used.
-    """
-
-    rules: Rules = field(default_factory=Rules)
-    prefer: tuple[str, ...] = ()
-    device: Device | None = None
-    simulate: Simulate | None = None
-    disable: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        parts = [
-            f'backend="{self.rules}"' if self.rules else "",
-            f"prefer={','.join(self.prefer)}" if self.prefer else "",
-            f"device={self.device.name}" if self.device is not None else "",
-            f"simulate={self.simulate}" if self.simulate is not None else "",
-            f"disable={','.join(sorted(self.disable))}" if self.disable else "",
-        ]
-        return " ".join(filter(None, parts)) or "none"
-
-
-NOTHING = Settings()
+from opmux.registry.environment import Simulate
+from opmux.registry.settings import NOTHING, Backend, Settings, device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +55,7 @@ class Policy:
         scopes = [("scope", scope) for scope in self.scopes]
         return [*scopes, ("environment", self.environment), ("configure", self.configured)]
 
-    @property
+    @cached_property
     def simulate(self) -> Simulate:
         """The simulation policy of the first source that has one."""
         for _, found in self.layers():
@@ -96,17 +63,17 @@ class Policy:
                 return found.simulate
         return "auto"
 
-    @property
+    @cached_property
     def device(self) -> Device | None:
         """The device to choose for, if a source names one."""
         return next((found.device for _, found in self.layers() if found.device is not None), None)
 
-    @property
+    @cached_property
     def disabled(self) -> frozenset[str]:
         """Plugins that any source disables."""
         return frozenset().union(*(found.disable for _, found in self.layers()))
 
-    @property
+    @cached_property
     def preferred(self) -> tuple[str, ...]:
         """Backends to rank first: the lists of all sources, one after another."""
         return tuple(dict.fromkeys(name for _, found in self.layers() for name in found.prefer))
@@ -179,7 +146,35 @@ def active_key() -> Policy | None:
 
 def entered(policy: Policy) -> Any:
     """A context in which JAX's caches are keyed by a policy."""
+    _root.note()
     return _context(key(policy))
+
+
+class _Root(threading.local):
+    """For each thread, JAX's user context as it is outside of every scope: not set, so it follows the global value."""
+
+    def __init__(self) -> None:
+        self.context = _context(None)
+        with self.context:
+            pass
+
+    def note(self) -> None:
+        """Called before the thread enters anything, which the first access to this object then precedes."""
+
+    def restore(self) -> None:
+        """Puts that state back."""
+        # Leaving once more what was entered first puts back what was there before it.
+        self.context.__exit__(None, None, None)
+
+
+_root = _Root()
+
+
+def entered_for_good(scopes: tuple[Settings, ...]) -> None:
+    """Makes JAX's caches follow these scopes of the running thread, whatever was entered and not left before."""
+    _root.restore()
+    if scopes:
+        entered(_process.policy(scopes)).__enter__()
 
 
 def scopes() -> ContextVar[tuple[Settings, ...]]:
@@ -199,7 +194,7 @@ def _read_environment() -> None:
             disable=disable,
         )
         strict = environment.parse_flag(texts.get(environment.STRICT, ""), environment.STRICT)
-        tables.check(settings.rules, environment.BACKEND)
+        tables.check(settings.rules, environment.BACKEND, disable | _process.configured.disable)
         _process.environment, _process.strict = settings, strict
         _process.publish()
         # Last: a text that does not parse raises again at the next call.
@@ -258,22 +253,14 @@ def settings(
     for name, value in (("prefer", prefer), ("disable", disable)):
         if isinstance(value, str):
             raise SettingError(f"{where}: {name}: got the string {value!r}; allowed: a sequence of backend names")
+    disabled = current().disabled
     return Settings(
-        rules=tables.check(environment.rules_from(backend, f"{where}(backend=...)"), where),
-        prefer=tuple(tables.backend(name, f"{where}(prefer=...)") for name in prefer or ()),
+        rules=tables.check(environment.rules_from(backend, f"{where}(backend=...)"), where, disabled),
+        prefer=tuple(tables.backend(name, f"{where}(prefer=...)", disabled) for name in prefer or ()),
         device=device_of(device),
         simulate=None if simulate is None else environment.parse_simulate(simulate, f"{where}(simulate=...)"),
-        disable=frozenset(tables.backend(name, f"{where}(disable=...)") for name in disable or ()),
+        disable=frozenset(tables.backend(name, f"{where}(disable=...)", disabled) for name in disable or ()),
     )
-
-
-def device_of(device: str | Device | JaxDevice | None) -> Device | None:
-    """Device facts from a name, from facts, or from a JAX device; None for none."""
-    if device is None or isinstance(device, Device):
-        return device
-    if isinstance(device, str):
-        return devices.device(device) if device else None
-    return devices.from_jax(device)
 
 
 def plugins_changed() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from contextvars import Token
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
-from opmux.core.errors import OverrideScopeError
+from opmux.core.errors import OverrideScopeError, SettingError
 from opmux.registry import policy
 from opmux.registry.policy import Backend, Settings
 
@@ -47,50 +49,75 @@ class use:
         simulate: str | None = None,
     ) -> None:
         self._settings = policy.settings("use", backend, prefer, device, simulate)
-        self._entered: list[tuple[tuple[Settings, ...], Token[tuple[Settings, ...]], Any, policy.Policy]] = []
 
     def __enter__(self) -> None:
         outer = policy.scopes().get()
         # A scope that asks for nothing new enters nothing: each new policy costs a trace of everything.
         repeats = self._settings == policy.NOTHING or (outer and outer[0] == self._settings)
-        scopes = outer if repeats else (self._settings, *outer)
-        _enter(self._entered, scopes)
+        _enter(self, outer if repeats else (self._settings, *outer))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _leave(self._entered)
+        _leave(self)
 
 
-def _enter(entered: list[Any], scopes: tuple[Settings, ...]) -> None:
-    token = policy.scopes().set(scopes)
+@dataclass(frozen=True)
+class _Entry:
+    """What was entered, by whom, and what to go back to."""
+
+    owner: object
+    scopes: tuple[Settings, ...]
+    outer: tuple[Settings, ...]
+    mine: policy.Policy
+    context: Any
+
+
+# Each thread and task has its own, so one `use` object can be shared between them, and entered twice.
+_entries: ContextVar[tuple[_Entry, ...]] = ContextVar("opmux_entries", default=())
+
+
+def _enter(owner: object, scopes: tuple[Settings, ...]) -> None:
+    outer = policy.scopes().get()
+    policy.scopes().set(scopes)
     try:
         mine = policy.current()
         context = policy.entered(mine)
         context.__enter__()
     except BaseException:
-        policy.scopes().reset(token)
+        policy.scopes().set(outer)
         raise
-    entered.append((scopes, token, context, mine))
+    _entries.set((*_entries.get(), _Entry(owner, scopes, outer, mine, context)))
 
 
-def _leave(entered: list[Any]) -> None:
-    scopes, token, context, mine = entered.pop()
+def _leave(owner: object) -> None:
+    entries = _entries.get()
+    place = max((place for place, entry in enumerate(entries) if entry.owner is owner), default=None)
+    if place is None:  # left in another task than it was entered in
+        policy.entered_for_good(policy.scopes().get())
+        raise _out_of_order()
+    entry = entries[place]
     found = policy.active_key()
-    in_order = policy.scopes().get() is scopes and (found is policy.key(mine) or _same_scopes(found, scopes))
-    try:
-        policy.scopes().reset(token)
-    except ValueError:  # left in another task than it was entered in
-        in_order = False
-    context.__exit__(None, None, None)
+    in_order = (
+        entry is entries[-1]
+        and policy.scopes().get() is entry.scopes
+        and (found is policy.key(entry.mine) or _same_scopes(found, entry.scopes))
+    )
+    _entries.set(entries[:place])
+    policy.scopes().set(entry.outer)
+    entry.context.__exit__(None, None, None)
     if not in_order:
-        # What the JAX context held on entry was another task's; this task's own outer scopes are the truth.
-        policy.entered(policy.current()).__enter__()
-        raise OverrideScopeError(
-            "scopes of registry.use were left in another order than they were entered: an `await` inside a `with "
-            "registry.use(...)` block let another task of this thread enter its own. Keep the block free of `await`, "
-            "or wrap the function that runs in between with registry.carry."
-        )
+        # What JAX's context held on entry was another task's; this task's own outer scopes are the truth.
+        policy.entered_for_good(entry.outer)
+        raise _out_of_order()
+
+
+def _out_of_order() -> OverrideScopeError:
+    return OverrideScopeError(
+        "scopes of registry.use were left in another order than they were entered: an `await` or `yield` inside a "
+        "`with registry.use(...)` block let another task or function of this thread enter its own. Keep the block "
+        "free of them, or wrap the function that runs in between with registry.carry."
+    )
 
 
 def _same_scopes(found: policy.Policy | None, scopes: tuple[Settings, ...]) -> bool:
@@ -102,16 +129,25 @@ def carry(function: Callable[P, R]) -> Callable[P, R]:
 
     New threads start without scopes, and a thread that was given a copy of this context has them only in part:
     JAX keeps its own. Wrap what is submitted to a pool: `pool.submit(registry.carry(step), batch)`.
+
+    Raises:
+      SettingError: it is an `async` function, whose body runs after the scopes were left again. Carry the plain
+        functions that it calls.
     """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise SettingError(
+            f"carry: got {function!r}, whose body runs after the call; allowed: a plain function. "
+            "Carry the functions that it calls."
+        )
     scopes = policy.scopes().get()
 
     @functools.wraps(function)
     def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        entered: list[Any] = []
-        _enter(entered, scopes)
+        owner = object()
+        _enter(owner, scopes)
         try:
             return function(*args, **kwargs)
         finally:
-            _leave(entered)
+            _leave(owner)
 
     return carried

@@ -6,7 +6,7 @@ from opmux.core.errors import UnknownBackendError, UnknownOpError
 from opmux.core.op import Op
 from opmux.core.ops import builtin_ops
 from opmux.registry.environment import AUTO, Rules
-from opmux.registry.loader import Loader, Plugin, PluginFailure
+from opmux.registry.loader import Loader
 
 loader = Loader()
 
@@ -19,8 +19,8 @@ def ops(disabled: frozenset[str] = frozenset(), *, strict: bool = False) -> dict
     return dict(sorted(found.items()))
 
 
-def op(name: str, where: str = "") -> Op:
-    """The op of this name; plugins are loaded only if no built-in op has it.
+def op(name: str, where: str = "", disabled: frozenset[str] = frozenset()) -> Op:
+    """The op of this name; further plugins are loaded only if neither opmux nor a loaded plugin has it.
 
     Raises:
       UnknownOpError: there is none.
@@ -28,24 +28,30 @@ def op(name: str, where: str = "") -> Op:
     found = builtin_ops().get(name)
     if found is not None:
         return found
-    known = ops()
+    for plugin in loader.loaded():
+        if plugin.name not in disabled:
+            for offered in plugin.contents.ops:
+                if offered.name == name:
+                    return offered
+    known = ops(disabled)
     if name not in known:
-        raise UnknownOpError(name, known, where, failed_note())
+        raise UnknownOpError(name, known, where, _failed_note())
     return known[name]
 
 
-def backend(name: str, where: str = "") -> str:
-    """The name itself, if a plugin has it: loaded, not yet loaded, or failed.
+def backend(name: str, where: str = "", disabled: frozenset[str] = frozenset()) -> str:
+    """The name itself, if a plugin has it: loaded, not yet loaded, disabled, or failed.
 
     Raises:
       UnknownBackendError: none has.
     """
     if name not in loader.names():
-        raise UnknownBackendError(name, loader.names(), where, failed_note())
+        loader.load_all(disabled)  # the one that was meant may be among those that fail
+        raise UnknownBackendError(name, loader.names(), where, _failed_note())
     return name
 
 
-def check(rules: Rules, where: str) -> Rules:
+def check(rules: Rules, where: str, disabled: frozenset[str] = frozenset()) -> Rules:
     """The rules themselves, if each op and backend that they name exists.
 
     Raises:
@@ -53,19 +59,14 @@ def check(rules: Rules, where: str) -> Rules:
     """
     for rule in rules.rules:
         if rule.op != "*":
-            op(rule.op.removesuffix("_vjp"), where)
+            op(rule.op.removesuffix("_vjp"), where, disabled)
         for name in rule.backends:
             if name != AUTO:
-                backend(name, where)
+                backend(name, where, disabled)
     return rules
 
 
-def plugin_of(name: str, *, strict: bool = False) -> Plugin | PluginFailure | None:
-    """The plugin behind a backend, imported if need be."""
-    return loader.load(name, strict=strict)
-
-
-def failed_note() -> str:
+def _failed_note() -> str:
     """A sentence on plugins that failed to load, for errors about names that nothing answers to."""
     failures = loader.failures()
     if not failures:
