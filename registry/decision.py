@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from typing import Any, Literal
 
@@ -100,8 +101,9 @@ class Decision(_Record):
         if self.backward is not None:
             lines += _wrap("backward  ", f"{self.backward.backend}: {self.backward.reason}")
         width = max((len(found.backend) for found in self.candidates), default=0)
-        for number, found in enumerate(self.candidates, 1):
-            mark = f"{number:>3} " if found.state in ("selected", "viable") else "  - "
+        numbers = itertools.count(1)
+        for found in self.candidates:
+            mark = f"{next(numbers):>3} " if found.state in ("selected", "viable") else "  - "
             head = f"{mark}{found.backend:<{width}}  {found.state:<8}  "
             if not found.reasons:
                 lines.append(f"{head}{found.tier}, priority {found.priority}" + ", simulated" * found.simulated)

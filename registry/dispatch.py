@@ -10,7 +10,7 @@ The rule for derivatives stands around the choice of the platform, so forward an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -130,7 +130,7 @@ def _runner(op: Op, choice: Choice) -> Run:
 
 
 @contextlib.contextmanager
-def _simulator(choice: Choice) -> Iterator[None]:
+def _simulator(choice: Choice) -> Generator[None]:
     with load_target(choice.simulator)() if choice.simulator else contextlib.nullcontext():
         yield
 
