@@ -55,7 +55,8 @@ def renewed(page: str) -> Iterator[str]:
 
 def same(left: str, right: str) -> bool:
     """Whether two pages differ in versions and times at most."""
-    return VARYING.sub("#", left).split() == VARYING.sub("#", right).split()
+    left, right = (VARYING.sub("#", " ".join(page.split())) for page in (left, right))
+    return left == right
 
 
 if __name__ == "__main__":
