@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opmux.core.cases.case import Case
-from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis
+from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis, quick_jit
 from opmux.testing.tolerances import GRADIENT_FACTOR, coarsest, rtol
 
 STEP = 1e-5
@@ -37,7 +37,7 @@ def check_gradients(subject: Subject, case: Case) -> None:
     rng = np.random.default_rng(7)
     cotangents = [rng.standard_normal(want.shape) for want in subject.wanted(arrays, rest)]
     run = partial(subject.results, rest=rest)
-    outputs, gradients = jax.jit(lambda arrays: value_and_gradients(run, arrays, cotangents))(arrays)
+    outputs, gradients = quick_jit(lambda arrays: value_and_gradients(run, arrays, cotangents))(arrays)
     cotangents = [_as_output(c, out) for c, out in zip(cotangents, outputs, strict=True)]
 
     wide: dict[str, np.ndarray] = {}

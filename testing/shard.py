@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from opmux.core.cases.case import Case
 from opmux.core.errors import ForcedBackendError
 from opmux.testing.gradients import rms, value_and_gradients
-from opmux.testing.subject import Arrays, Rejected, Subject, arguments, floating, longest_axis
+from opmux.testing.subject import Arrays, Rejected, Subject, arguments, floating, longest_axis, quick_jit
 from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, coarsest, rtol
 from opmux.testing.transforms import batch_of
 
@@ -46,13 +46,13 @@ def check_shard_map(subject: Subject, case: Case) -> None:
 
     placed = jax.device_put(batch, NamedSharding(mesh, P("batch")))
     try:
-        program = jax.jit(_shard_map(inside, mesh, dict.fromkeys(arrays, P("batch")))).lower(placed).compile()
+        program = quick_jit(_shard_map(inside, mesh, dict.fromkeys(arrays, P("batch")))).lower(placed).compile()
     except ForcedBackendError as error:
         candidate = error.decision.candidate(subject.backend)
         raise Rejected(what, candidate.reasons) from None
     found = [word for word in COLLECTIVES if word in program.as_text()]
     assert not found, f"{what}: distributed arrays need no {', '.join(found)}"
-    one = jax.jit(partial(value_and_gradients, run))
+    one = quick_jit(partial(value_and_gradients, run))
     each = [one({name: array[i] for name, array in batch.items()}) for i in range(count)]
     _compare(subject, case, program(placed), jax.tree.map(lambda *leaves: jnp.stack(leaves), *each), what)
 
@@ -70,7 +70,7 @@ def check_shard_map(subject: Subject, case: Case) -> None:
         results = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(result for result, _ in want))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(gradients for _, gradients in want))
         summed = {name: _sum(leaf) if name in shared else leaf for name, leaf in stacked.items()}
-        _compare(subject, case, jax.jit(outside)(given), (results, summed), f"{what} with {shared[0]!r} shared")
+        _compare(subject, case, quick_jit(outside)(given), (results, summed), f"{what} with {shared[0]!r} shared")
 
 
 def _shard_map(run: Any, mesh: Any, specs: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,12 +21,12 @@ from opmux.core.cases.case import Case
 from opmux.core.errors import ArgumentError, DifferentiationError
 from opmux.core.op import Op
 from opmux.testing.gradients import rms, value_and_gradients
-from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis
+from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis, quick_jit
 from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, coarsest, rtol
 
 BATCH = 3
-JACOBIAN_LIMIT = 64
-"""Elements of results and of an argument up to which a full Jacobian is formed."""
+JACOBIAN_ROWS = 16
+"""Leading elements of the first result whose derivatives are formed one by one."""
 
 Results = tuple[list[Any], dict[str, Any]]
 
@@ -38,18 +38,29 @@ class _Call:
         self.subject, self.case = subject, case
         self.arrays, self.rest = arguments(subject.op, case)
         self.batch = batch_of(subject.op, self.arrays, self.rest)
+        self.moving = {name: self.arrays[name] for name in floating(self.arrays)}
         accurate = rtol(coarsest(self.arrays.values()), longest_axis(self.arrays))
         self.rtol = case.rtol or 2 * accurate
         self.gradient_rtol = case.rtol or 2 * GRADIENT_FACTOR * accurate
+        self.compiled = quick_jit(self)
+        self.gradient = quick_jit(jax.grad(self.loss))
 
     def __call__(self, arrays: Arrays) -> Results:
-        return value_and_gradients(partial(self.subject.results, rest=self.rest), arrays)
+        return value_and_gradients(self.results, arrays)
 
-    def loss(self, arrays: Arrays, fixed: Mapping[str, Any]) -> jax.Array:
-        """A number that every floating result matters to."""
-        leaves = self.subject.results({**fixed, **arrays}, self.rest)
+    def results(self, arrays: Arrays) -> list[Any]:
+        """The results alone."""
+        return self.subject.results(arrays, self.rest)
+
+    def loss(self, moving: Arrays, others: Arrays | None = None) -> jax.Array:
+        """A number that every floating result matters to; `others` are the arrays that have no gradient."""
+        leaves = self.results({**self.arrays, **(others or {}), **moving})
         terms = [jnp.where(jnp.isfinite(leaf), leaf, 0).astype(jnp.float32).sum() for leaf in leaves if _inexact(leaf)]
         return jnp.sum(jnp.stack(terms))
+
+    def select(self, mapped: Sequence[str]) -> Arrays:
+        """The arrays, those to be mapped as a batch."""
+        return {name: self.batch[name] if name in mapped else array for name, array in self.arrays.items()}
 
     def element(self, index: int, mapped: Sequence[str]) -> Arrays:
         """The arrays of one element of the batch."""
@@ -57,9 +68,7 @@ class _Call:
 
     def loop(self, mapped: Sequence[str]) -> Results:
         """The same function, one element after another."""
-        run = jax.jit(self)
-        each = [run(self.element(i, mapped)) for i in range(BATCH)]
-        return jax.tree.map(lambda *parts: np.stack([np.asarray(part) for part in parts]), *each)
+        return _stack([self.compiled(self.element(i, mapped)) for i in range(BATCH)])
 
     def compare(self, got: Results, want: Results, what: str) -> None:
         """Asserts that results and gradients agree."""
@@ -71,11 +80,17 @@ class _Call:
     def compare_gradients(self, got: Mapping[str, Any], want: Mapping[str, Any], what: str) -> None:
         """Asserts that gradients agree, in value and dtype."""
         label = f"{self.subject} {self.case.name}: {what}"
-        floor = max((rms(gradient) for gradient in want.values()), default=0.0)
+        floor = max(map(rms, want.values()), default=0.0)
         for name, gradient in want.items():
             dtype = self.arrays[name].dtype
             assert got[name].dtype == dtype, f"{label}: cotangent of {name!r} is {got[name].dtype}, not {dtype}"
             assert_close(got[name], gradient, self.gradient_rtol, f"{label}: cotangent of {name!r}", floor=floor)
+
+
+@lru_cache(maxsize=8)
+def _call(subject: Subject, case: Case) -> _Call:
+    """One object for all transforms of a case, so that what they are compared with is compiled once."""
+    return _Call(subject, case)
 
 
 def batch_of(op: Op, arrays: Arrays, rest: Mapping[str, Any], size: int = BATCH) -> Arrays:
@@ -102,129 +117,113 @@ def _variant(op: Op, arrays: Arrays, rest: Mapping[str, Any], name: str, number:
 
 def check_jit(subject: Subject, case: Case) -> None:
     """`jit` gives what the eager call gives."""
-    call = _Call(subject, case)
+    call = _call(subject, case)
     call.compare(jax.jit(call)(call.arrays), call(call.arrays), "jit against eager")
 
 
 def check_vmap(subject: Subject, case: Case) -> None:
     """`vmap` of results and gradients over subsets of the arrays equals a loop; along other axes too."""
-    call = _Call(subject, case)
+    call = _call(subject, case)
     for number, mapped in enumerate(_subsets(list(call.arrays))):
         axes = {name: (0 if name in mapped else None) for name in call.arrays}
-        batch = {name: call.batch[name] if name in mapped else array for name, array in call.arrays.items()}
+        batch = call.select(mapped)
         if number == 0:  # once with the batch axis last
             axes = {name: None if axis is None else call.arrays[name].ndim for name, axis in axes.items()}
             batch = {name: np.moveaxis(batch[name], 0, -1) if name in mapped else batch[name] for name in batch}
-        got = jax.jit(jax.vmap(call, in_axes=(axes,)))(batch)
+        got = quick_jit(jax.vmap(call, in_axes=(axes,)))(batch)
         call.compare(got, call.loop(mapped), f"vmap over {', '.join(mapped)}")
 
 
 def check_nested_vmap(subject: Subject, case: Case) -> None:
     """`vmap` of `vmap`, each over other arrays, equals two loops."""
-    call = _Call(subject, case)
+    call = _call(subject, case)
     names = list(call.arrays)
-    outer, inner = names[::2], names[1::2] or names
+    outer, inner = names[::2], names[1::2]
     axes = [{name: (0 if name in mapped else None) for name in names} for mapped in (outer, inner)]
-    batch: Arrays = {}
-    for name in names:
-        batch[name] = call.batch[name] if name in outer or name in inner else call.arrays[name]
-        if name in outer and name in inner:
-            batch[name] = np.stack([batch[name]] * BATCH)
-    got = jax.jit(jax.vmap(jax.vmap(call, in_axes=(axes[1],)), in_axes=(axes[0],)))(batch)
-    run = jax.jit(call)
-    for i in range(BATCH):
-        for j in range(BATCH):
-            one = {
-                name: call.batch[name][j] if name in inner else call.batch[name][i] if name in outer else array
-                for name, array in call.arrays.items()
-            }
-            call.compare(jax.tree.map(lambda part: part[i, j], got), run(one), f"nested vmap, element {i}, {j}")  # noqa: B023
+    got = quick_jit(jax.vmap(jax.vmap(call, in_axes=(axes[1],)), in_axes=(axes[0],)))(call.select(names))
+    want = [
+        _stack([
+            call.compiled({name: call.batch[name][j if name in inner else i] for name in names})
+            for j in range(BATCH)
+        ])
+        for i in range(BATCH)
+    ]  # fmt: skip
+    call.compare(got, _stack(want), "nested vmap")
 
 
 def check_vmap_of_nothing(subject: Subject, case: Case) -> None:
     """`vmap` over a batch of size 0 gives empty results of the right shapes."""
-    call = _Call(subject, case)
-    empty = {name: array[:0] for name, array in call.batch.items()}
-    got = jax.jit(jax.vmap(call))(empty)
+    call = _call(subject, case)
+    got = quick_jit(jax.vmap(call))({name: array[:0] for name, array in call.batch.items()})
     want = jax.eval_shape(jax.vmap(call), call.batch)
     for one, spec in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (one.shape, one.dtype) == ((0, *spec.shape[1:]), spec.dtype), f"{subject} {case.name}: vmap of nothing"
 
 
 def check_grad_of_vmap(subject: Subject, case: Case) -> None:
-    """`grad` of a `vmap` in which some arrays are shared sums their cotangents."""
-    call = _Call(subject, case)
-    names = floating(call.arrays)
-    mapped = [name for name in call.arrays if name != names[-1]] or names
+    """`grad` of a `vmap` in which one array is shared sums its cotangents."""
+    call = _call(subject, case)
+    shared = list(call.moving)[-1]
+    mapped = [name for name in call.arrays if name != shared]
     axes = {name: (0 if name in mapped else None) for name in call.arrays}
-    batch = {name: call.batch[name] if name in mapped else array for name, array in call.arrays.items()}
+    batch = call.select(mapped)
 
-    def mapped_loss(moving: Arrays, fixed: Arrays) -> jax.Array:
-        return jax.vmap(lambda arrays: call.loss(arrays, {}), in_axes=(axes,))({**fixed, **moving}).sum()
+    def loss(moving: Arrays) -> jax.Array:
+        return jax.vmap(lambda arrays: call.loss(arrays), in_axes=(axes,), axis_size=BATCH)({**batch, **moving}).sum()
 
-    def looped_loss(moving: Arrays, fixed: Arrays) -> jax.Array:
-        both = {**fixed, **moving}
-        return sum(  # pyright: ignore[reportReturnType]
-            call.loss({name: both[name][i] if name in mapped else both[name] for name in both}, {})
-            for i in range(BATCH)
-        )
-
-    moving, fixed = _part(batch, names)
-    got, want = jax.jit(jax.grad(mapped_loss))(moving, fixed), jax.jit(jax.grad(looped_loss))(moving, fixed)
-    call.compare_gradients(got, want, "grad of vmap")
+    got = quick_jit(jax.grad(loss))({name: batch[name] for name in call.moving})
+    each = _stack([call.gradient(*_part(call.element(i, mapped), list(call.moving))) for i in range(BATCH)])
+    total = each[shared].astype(np.float64).sum(0)
+    call.compare_gradients(got, {**each, shared: total}, f"grad of vmap with {shared!r} shared")
 
 
 def check_scan(subject: Subject, case: Case) -> None:
     """Results and gradients inside a `scan` equal a loop; gradients through it have their primals' dtypes."""
-    call = _Call(subject, case)
-    _, got = jax.jit(lambda xs: lax.scan(lambda carry, arrays: (carry, call(arrays)), 0, xs))(call.batch)
+    call = _call(subject, case)
+    _, got = quick_jit(lambda xs: lax.scan(lambda carry, arrays: (carry, call(arrays)), 0, xs))(call.batch)
     call.compare(got, call.loop(list(call.arrays)), "inside scan")
-    moving, fixed = _part(call.arrays, floating(call.arrays))
+    if not call.moving:
+        return
 
     def scanned(moving: Arrays) -> jax.Array:
         def step(total: jax.Array, factor: jax.Array) -> tuple[jax.Array, None]:
-            return total + factor * call.loss(moving, fixed), None
+            return total + factor * call.loss(moving), None
 
-        return lax.scan(step, jnp.float32(0), jnp.arange(3, dtype=jnp.float32))[0]
+        return lax.scan(step, jnp.float32(0), jnp.array([0.25, 0.5, 0.25], jnp.float32))[0]
 
-    got_gradients = jax.jit(jax.grad(scanned))(moving)
-    want_gradients = jax.jit(jax.grad(lambda moving: 3 * call.loss(moving, fixed)))(moving)
-    call.compare_gradients(got_gradients, want_gradients, "grad through scan")
+    call.compare_gradients(quick_jit(jax.grad(scanned))(call.moving), call.gradient(call.moving), "grad through scan")
 
 
 def check_remat(subject: Subject, case: Case) -> None:
     """`jax.checkpoint` changes no gradient."""
-    call = _Call(subject, case)
-    moving, fixed = _part(call.arrays, floating(call.arrays))
-    loss = partial(call.loss, fixed=fixed)
-    call.compare_gradients(jax.jit(jax.grad(jax.checkpoint(loss)))(moving), jax.jit(jax.grad(loss))(moving), "remat")
+    call = _call(subject, case)
+    got = quick_jit(jax.grad(jax.checkpoint(call.loss)))(call.moving)
+    call.compare_gradients(got, call.gradient(call.moving), "remat")
 
 
 def check_jacobian(subject: Subject, case: Case) -> None:
     """Rows of the reverse-mode Jacobian sum up to the gradient of the sum."""
-    call = _Call(subject, case)
-    moving, fixed = _part(call.arrays, floating(call.arrays))
+    call = _call(subject, case)
 
     def first(moving: Arrays) -> jax.Array:
-        return call.subject.results({**fixed, **moving}, call.rest)[0].reshape(-1)[:JACOBIAN_LIMIT]
+        return call.results({**call.arrays, **moving})[0].reshape(-1)[:JACOBIAN_ROWS]
 
-    jacobian = jax.jit(jax.jacrev(first))(moving)
-    want = jax.jit(jax.grad(lambda moving: first(moving).sum().astype(jnp.float32)))(moving)
-    call.compare_gradients({name: rows.sum(0) for name, rows in jacobian.items()}, want, "jacobian")
+    jacobian = quick_jit(jax.jacrev(first))(call.moving)
+    want = quick_jit(jax.grad(lambda moving: first(moving).astype(jnp.float32).sum()))(call.moving)
+    summed = {name: rows.astype(jnp.float32).sum(0).astype(rows.dtype) for name, rows in jacobian.items()}
+    call.compare_gradients(summed, want, "jacobian")
 
 
 def check_jvp(subject: Subject, case: Case) -> None:
-    """Forward mode gives the directional derivative, or says that there is no rule and who has one."""
-    call = _Call(subject, case)
-    moving, fixed = _part(call.arrays, floating(call.arrays))
-    loss = partial(call.loss, fixed=fixed)
-    moving = jax.tree.map(jnp.asarray, moving)
-    tangent = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), moving)
+    """Forward mode gives the directional derivative, or says that there is no rule."""
+    call = _call(subject, case)
+    moving = {name: jnp.asarray(array) for name, array in call.moving.items()}
+    tangent = {name: jnp.ones(array.shape, array.dtype) for name, array in moving.items()}
     try:
-        _, got = jax.jit(lambda primal, tangent: jax.jvp(loss, (primal,), (tangent,)))(moving, tangent)
+        _, got = quick_jit(lambda primal, tangent: jax.jvp(call.loss, (primal,), (tangent,)))(moving, tangent)
     except DifferentiationError:
         return
-    want = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(moving))]
+    want = [np.asarray(leaf).astype(np.float64) for leaf in call.gradient(moving).values()]
     scale = max((rms(leaf) * leaf.size for leaf in want), default=0.0)
     error = abs(float(got) - sum(float(leaf.sum()) for leaf in want))
     assert error <= call.gradient_rtol * scale, f"{subject} {case.name}: jvp is off by {error:.2g} of {scale:.2g}"
@@ -232,25 +231,25 @@ def check_jvp(subject: Subject, case: Case) -> None:
 
 def check_export(subject: Subject, case: Case) -> None:
     """`jax.export` survives a round trip through bytes."""
-    call = _Call(subject, case)
-    exported = export.export(jax.jit(lambda arrays: call.subject.results(arrays, call.rest)))(call.arrays)
+    call = _call(subject, case)
+    exported = export.export(jax.jit(call.results))(call.arrays)
     if importlib.util.find_spec("flatbuffers") is not None:  # JAX needs it for the bytes
         exported = export.deserialize(exported.serialize())
-    call.compare((exported.call(call.arrays), {}), (call.subject.results(call.arrays, call.rest), {}), "export")
+    call.compare((exported.call(call.arrays), {}), (call.compiled(call.arrays)[0], {}), "export")
 
 
 def check_x64(subject: Subject, case: Case) -> None:
     """64-bit mode changes no result, gradient or dtype of 32-bit arrays; float64 arrays are accurate as such."""
-    call = _Call(subject, case)
-    want = jax.jit(call)(call.arrays)
+    call = _call(subject, case)
+    want = call.compiled(call.arrays)
     with jax.enable_x64(True):
-        got = jax.jit(call)(call.arrays)
-        if all(_inexact(array) for array in call.arrays.values()):
+        got = quick_jit(call)(call.arrays)
+        if all(map(_inexact, call.arrays.values())):
             dtypes = [(one.dtype, other.dtype) for one, other in zip(got[0], want[0], strict=True)]
             assert all(one == other for one, other in dtypes), f"{subject} {case.name}: dtypes under x64: {dtypes}"
         call.compare(got, want, "x64")
         wide = {name: array.astype(np.float64) if _inexact(array) else array for name, array in call.arrays.items()}
-        results = subject.results(wide, call.rest) if floating(wide) else []
+        results = quick_jit(call.results)(wide) if call.moving else []
         for number, (one, other) in enumerate(zip(results, subject.wanted(wide, call.rest), strict=False)):
             assert_close(one, other, rtol(one.dtype, longest_axis(wide)), f"{subject} {case.name}: float64 {number}")
 
@@ -277,6 +276,8 @@ DERIVATIVES = ("grad_of_vmap", "remat", "jacobian", "jvp")
 def applies(subject: Subject, transform: str, case: Case) -> bool:
     """Whether a transform says anything about a case."""
     arrays, _ = arguments(subject.op, case)
+    if transform == "nested_vmap":
+        return len(arrays) > 1
     return bool(floating(arrays) if transform in DERIVATIVES else arrays)
 
 
@@ -300,15 +301,20 @@ def transform_cases(op: Op) -> list[Case]:
 
 
 def _subsets(names: list[str]) -> Iterator[list[str]]:
-    """The first array alone, all but the first, and all."""
+    """The first array alone, all but the first, and all; of two arrays only the first and both."""
     yield names[:1]
-    if len(names) > 1:
+    if len(names) > 2:
         yield names[1:]
+    if len(names) > 1:
         yield names
 
 
 def _part(arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
     return {name: arrays[name] for name in names}, {name: arrays[name] for name in arrays if name not in names}
+
+
+def _stack(each: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *each)
 
 
 def _inexact(array: Any) -> bool:

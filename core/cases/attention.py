@@ -48,8 +48,8 @@ def _shapes() -> Iterator[Case]:
     yield make_case("residual", T=7, S=9, return_residual=True)
     yield make_case("rank_3", _rank_3, B=1)
     yield make_case("rank_3_with_all", chain(random_mask(1, 4, 5, 7), _rank_3), B=1, return_residual=True,
-                query_seq_lengths=[4], key_value_seq_lengths=[6],
-                q_segment_ids=[[0, 0, 0, 1, 1]], kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1]])  # fmt: skip
+                    query_seq_lengths=[4], key_value_seq_lengths=[6],
+                    q_segment_ids=[[0, 0, 0, 1, 1]], kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1]])  # fmt: skip
     yield make_case("everything", chain(random_mask(2, 1, 1, 7), random_bias(1, 4, 5, 7)), Hv=5, scale=0.4,
                     is_causal=True, local_window_size=(3, None), causal_alignment="bottom_right", logits_soft_cap=2.0,
                     query_seq_lengths=[5, 4], key_value_seq_lengths=[7, 6], return_residual=True, transforms=True,
@@ -59,7 +59,7 @@ def _shapes() -> Iterator[Case]:
     yield make_case("blocks_several", B=1, T=417, S=535, N=2, K=1, H=16, grad=False, source="jax#31395")
     yield make_case("blocks_causal", B=1, T=417, S=397, N=1, K=1, H=16, is_causal=True, return_residual=True)
     yield make_case("blocks_window", B=1, T=300, S=420, N=1, K=1, is_causal=True, local_window_size=(40, None),
-                causal_alignment="bottom_right")  # fmt: skip
+                    causal_alignment="bottom_right")  # fmt: skip
     yield make_case("empty_batch", B=0, return_residual=True)
     yield make_case("empty_queries", T=0, return_residual=True)
     yield make_case("empty_keys", S=0, return_residual=True)
@@ -92,7 +92,7 @@ def _dtypes() -> Iterator[Case]:
     yield make_case("mixed_query_bfloat16", cast(query=BF16))
     yield make_case("mixed_key_and_value", cast(key=BF16, value=F16))
     yield make_case("int64_lengths", cast(query_seq_lengths=np.int64, key_value_seq_lengths=np.uint8),
-                query_seq_lengths=[5, 2], key_value_seq_lengths=[3, 7])  # fmt: skip
+                    query_seq_lengths=[5, 2], key_value_seq_lengths=[3, 7])  # fmt: skip
     # One step of float32 in a score of 28,800 is 2e-3, and the score is an exponent.
     yield make_case(
         "float16_scores_above_65504", _large_scores, dtype=F16, H=64, grad=False, rtol=2e-2, source="jax#24047"
@@ -122,15 +122,15 @@ def _masks() -> Iterator[Case]:
     yield make_case("mask_query_rows", assign("mask", (0, 0, 2), False, random_mask(2, 4, 5, 1)))
     yield make_case("mask_scalar", random_mask(1, 1, 1, 1), grad=False)
     yield make_case("mask_row_empty", assign("mask", (..., 2, slice(None)), False, random_mask(1, 2, 4, 4)),
-                B=1, T=4, S=4, N=2, transforms=True, return_residual=True,
-                source="pytorch#103963; mlx#2608; equinox#274; pytorch#41508; flash-attention#2562")  # fmt: skip
+                    B=1, T=4, S=4, N=2, transforms=True, return_residual=True,
+                    source="pytorch#103963; mlx#2608; equinox#274; pytorch#41508; flash-attention#2562")  # fmt: skip
     yield make_case("mask_all_empty", assign("mask", ..., False, random_mask(2, 1, 5, 7)), return_residual=True)
     yield make_case("mask_gqa_padding_same_sizes", random_mask(2, 1, 1, 7), N=8, K=2, source="mlx-lm#1467; jax#28974")
     yield make_case("mask_and_bias_per_head", chain(random_mask(1, 6, 5, 7), random_bias(1, 6, 5, 7)), N=6, K=2,
-                source="pytorch#177482; jax#24102")  # fmt: skip
+                    source="pytorch#177482; jax#24102")  # fmt: skip
     yield make_case("mask_and_window", random_mask(2, 1, 5, 7), local_window_size=(2, 1), source="jax2onnx#217")
     yield make_case("mask_left_padding_causal", assign("mask", (1, ..., slice(0, 3)), False, random_mask(2, 1, 1, 5)),
-                T=5, S=5, is_causal=True, return_residual=True, source="burn#4697; pytorch#41508")  # fmt: skip
+                    T=5, S=5, is_causal=True, return_residual=True, source="burn#4697; pytorch#41508")  # fmt: skip
 
 
 def _biases() -> Iterator[Case]:
@@ -141,7 +141,7 @@ def _biases() -> Iterator[Case]:
     for name, shape in shapes.items():
         yield make_case(f"bias_{name}", random_bias(*shape), source="jax#27184; jax#30593; attention-gym#20")
     yield make_case("bias_row_of_minus_inf", _minus_inf_row, T=4, S=6, return_residual=True,
-                source="iree#24175; TransformerEngine#556; pytorch#41508")  # fmt: skip
+                    source="iree#24175; TransformerEngine#556; pytorch#41508")  # fmt: skip
     yield make_case("bias_of_lowest", assign("bias", (..., slice(4, None)), np.finfo(F32).min, random_bias(2, 1, 5, 7)))
     # A row of nothing but the lowest number is the flat row that the float32 sum makes of it.
     flat = assign("bias", (..., 1, slice(None)), np.finfo(F32).min, random_bias(2, 1, 5, 7))
@@ -154,7 +154,7 @@ def _biases() -> Iterator[Case]:
     )
     yield make_case("soft_cap_before_bias", random_bias(1, 4, 5, 7), logits_soft_cap=1.5, source="onnx#7867")
     yield make_case("soft_cap_after_scale", scale=4.0, logits_soft_cap=3.0, return_residual=True,
-                source="sgl-kernel-xpu#491")  # fmt: skip
+                    source="sgl-kernel-xpu#491")  # fmt: skip
 
 
 def _minus_inf_row(rng: np.random.Generator, arrays: Arrays) -> None:
@@ -173,15 +173,16 @@ def _bands() -> Iterator[Case]:
     for alignment in ALIGNMENTS:
         for name, (T, S) in sizes.items():
             yield make_case(f"causal_{name}_{alignment}", T=T, S=S, is_causal=True, causal_alignment=alignment,
-                        return_residual=name == "tall", source=sources.get(name, ""),
-                        grad=name == "tall")  # fmt: skip
+                            return_residual=name == "tall", source=sources.get(name, ""),
+                            grad=name == "tall")  # fmt: skip
         yield make_case(f"window_alone_{alignment}", T=8, S=10, local_window_size=(0, 2), causal_alignment=alignment,
-                    source="jax#32300")  # fmt: skip
+                        source="jax#32300")  # fmt: skip
         yield make_case(
             f"window_tall_{alignment}", T=9, S=4, local_window_size=1, causal_alignment=alignment, grad=False
         )
         yield make_case(f"window_causal_{alignment}", T=8, S=8, is_causal=True, local_window_size=(2, 0),
-                    causal_alignment=alignment, source="transformers#39408; onnxruntime#25927; vllm#3385")  # fmt: skip
+                        causal_alignment=alignment,
+                        source="transformers#39408; onnxruntime#25927; vllm#3385")  # fmt: skip
         yield make_case(
             f"window_left_{alignment}", T=6, S=9, local_window_size=(2, None), causal_alignment=alignment, grad=False
         )
@@ -192,11 +193,10 @@ def _bands() -> Iterator[Case]:
             f"window_zero_{alignment}", T=6, S=9, local_window_size=0, causal_alignment=alignment, grad=False
         )
         yield make_case(f"lengths_causal_{alignment}", B=4, T=6, S=8, is_causal=True, causal_alignment=alignment,
-                    query_seq_lengths=[6, 2, 4, 3], key_value_seq_lengths=[8, 5, 2, 0], return_residual=True,
-                    transforms=alignment == "bottom_right")  # fmt: skip
+                        query_seq_lengths=[6, 2, 4, 3], key_value_seq_lengths=[8, 5, 2, 0], return_residual=True)  # fmt: skip
         yield make_case(f"lengths_window_{alignment}", B=3, T=6, S=8, local_window_size=(1, 2),
-                    causal_alignment=alignment, query_seq_lengths=[6, 3, 1],
-                    key_value_seq_lengths=[3, 8, 6])  # fmt: skip
+                        causal_alignment=alignment, query_seq_lengths=[6, 3, 1],
+                        key_value_seq_lengths=[3, 8, 6])  # fmt: skip
     yield make_case("window_open", local_window_size=(None, None), grad=False)
     yield make_case("window_wider_than_all", local_window_size=(100, 100), grad=False)
     yield make_case("causal_ignores_window_right", is_causal=True, local_window_size=(1, 3), grad=False)
@@ -206,22 +206,22 @@ def _bands() -> Iterator[Case]:
 def _lengths() -> Iterator[Case]:
     yield make_case("lengths_of_keys", B=4, T=6, S=16, key_value_seq_lengths=[3, 16, 1, 9], source="jax#23349")
     yield make_case("lengths_of_queries", B=3, T=6, query_seq_lengths=[6, 0, 3], return_residual=True,
-                source="jax#22516; flash-attention#1661")  # fmt: skip
+                    source="jax#22516; flash-attention#1661")  # fmt: skip
     yield make_case("lengths_of_no_keys", B=3, S=6, key_value_seq_lengths=[6, 0, 2], return_residual=True,
-                source="flashinfer#4484; pytorch#81077; flash-attention#1155")  # fmt: skip
+                    source="flashinfer#4484; pytorch#81077; flash-attention#1155")  # fmt: skip
     yield make_case("lengths_both", B=3, query_seq_lengths=[5, 2, 0], key_value_seq_lengths=[4, 7, 5])
     yield make_case("lengths_blocks", B=2, T=37, S=131, N=2, K=1, query_seq_lengths=[37, 20],
-                key_value_seq_lengths=[97, 130], is_causal=True, causal_alignment="bottom_right")  # fmt: skip
+                    key_value_seq_lengths=[97, 130], is_causal=True, causal_alignment="bottom_right")  # fmt: skip
 
 
 def _segments() -> Iterator[Case]:
     yield make_case("segments", q_segment_ids=[[0, 0, 1, 1, 1], [3, 3, 3, 3, 7]],
-                kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1], [3, 7, 3, 7, 3, 7, 3]])  # fmt: skip
+                    kv_segment_ids=[[0, 0, 0, 1, 1, 1, 1], [3, 7, 3, 7, 3, 7, 3]])  # fmt: skip
     # Segments 1 and 4 have no keys, segment 2 no queries.
     yield make_case("segments_empty", q_segment_ids=[[0, 1, 1, 3, 4], [0, 0, 0, 0, 0]], return_residual=True,
-                kv_segment_ids=[[0, 0, 2, 2, 3, 3, 3], [9, 9, 9, 9, 9, 9, 9]])  # fmt: skip
+                    kv_segment_ids=[[0, 0, 2, 2, 3, 3, 3], [9, 9, 9, 9, 9, 9, 9]])  # fmt: skip
     yield make_case("segments_causal", B=1, T=9, S=9, is_causal=True, q_segment_ids=[[0, 0, 0, 0, 1, 1, 2, 2, 2]],
-                kv_segment_ids=[[0, 0, 0, 0, 1, 1, 2, 2, 2]])  # fmt: skip
+                    kv_segment_ids=[[0, 0, 0, 0, 1, 1, 2, 2, 2]])  # fmt: skip
     yield make_case("segments_blocks", _packed, B=1, T=131, S=131, N=2, K=1, is_causal=True)
 
 
@@ -235,22 +235,22 @@ def _not_finite() -> Iterator[Case]:
     for name, bad in (("nan", np.nan), ("inf", np.inf)):
         padding = chain(*(assign(array, (1, slice(5, None)), bad) for array in ("key", "value")))
         yield make_case(f"{name}_in_padded_keys", padding, T=8, S=8, key_value_seq_lengths=[8, 5], return_residual=True,
-                    source="pytorch#101967; flash-linear-attention#892")  # fmt: skip
+                        source="pytorch#101967; flash-linear-attention#892")  # fmt: skip
         yield make_case(
             f"{name}_in_padded_queries", assign("query", (1, slice(3, None)), bad), query_seq_lengths=[5, 3]
         )
         yield make_case(f"{name}_under_mask", _hidden_by_mask(bad))
         yield make_case(f"{name}_under_minus_inf", _hidden_by_bias(bad))
     yield make_case("nan_in_future", chain(assign("key", (0, 4), np.nan), assign("value", (1, 5), np.nan)), T=4,
-                is_causal=True)  # fmt: skip
+                    is_causal=True)  # fmt: skip
     yield make_case("nan_outside_window", chain(assign("key", (0, 0), np.nan), assign("value", (0, 6), np.nan)),
-                T=7, local_window_size=(2, 1), grad=False)  # fmt: skip
+                    T=7, local_window_size=(2, 1), grad=False)  # fmt: skip
     # Seen: the user's own NaN shows in exactly the rows (and for values the columns) that see it.
     yield make_case("nan_seen_in_query", assign("query", (0, 2, 1, 3), np.nan), grad=False, return_residual=True)
     yield make_case("nan_seen_in_key", assign("key", (0, 3, 1, 2), np.nan), T=7, is_causal=True, grad=False,
-                return_residual=True)  # fmt: skip
+                    return_residual=True)  # fmt: skip
     yield make_case("nan_seen_in_value", assign("value", (1, 3, 0, 2), np.nan), T=7, is_causal=True, grad=False,
-                return_residual=True)  # fmt: skip
+                    return_residual=True)  # fmt: skip
     yield make_case("nan_seen_in_bias", assign("bias", (0, 1, 2, 3), np.nan, random_bias(1, 4, 5, 7)), grad=False)
 
 
