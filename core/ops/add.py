@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from opmux.core.check import Checker
 from opmux.core.op import Call, Cost, Op, make_request
 from opmux.core.ops.dense import numeric, promote, set_weak_type

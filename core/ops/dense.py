@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from opmux.core.check import Checker
 
 _NUMERIC = "a numeric or boolean dtype"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from opmux.core.check import Checker
 from opmux.core.errors import near_matches
 from opmux.core.op import Call, Cost, Op, make_request
@@ -107,11 +108,15 @@ def canonicalize(
 
 def _preferred(check: Checker, value: Any, common: np.dtype[Any]) -> np.dtype[Any]:
     dtype = requested_dtype(check, "preferred_element_type", value)
-    allowed = "a dtype at least as wide as the operands', of their kind; floats for integer operands"
-    both_integer = jnp.issubdtype(common, jnp.integer) and jnp.issubdtype(dtype, jnp.integer)
-    if (both_integer and jnp.iinfo(dtype).bits < jnp.iinfo(common).bits) or (dtype.kind == "b" != common.kind):
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    have, want = (
+        sum(jnp.issubdtype(each, kind) * order for order, kind in enumerate(kinds, 1)) for each in (common, dtype)
+    )
+    narrower = have == want == 1 and jnp.iinfo(dtype).bits < jnp.iinfo(common).bits
+    if want < have or narrower:
         raise check.error(
-            "preferred_element_type", f"{dtype.name} for operands of dtype {common.name}", allowed,
+            "preferred_element_type", f"{dtype.name} for operands of dtype {common.name}",
+            "the operands' kind of dtype or a wider kind (integer, floating, complex), not a shorter integer",
             "Convert the result with astype.", type_=True,
         )  # fmt: skip
     return dtype
@@ -152,10 +157,27 @@ def outputs(request: Request) -> dict[str, ArraySpec]:
 def reference(request: Request, operands: Operands) -> Outputs:
     """The specification. XLA accumulates 16-bit floats in float32 on every platform."""
     params: MatmulParams = request.params
-    out = jnp.matmul(
-        operands["a"], operands["b"], precision=params.precision, preferred_element_type=params.dtype
-    )  # fmt: skip
-    return {"out": out}
+    out = dot(operands["a"], operands["b"], params.precision, sum_dtype(params.dtype))
+    return {"out": out.astype(params.dtype)}
+
+
+def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """32 bits for shorter integers and booleans, else the same dtype.
+
+    Sums that wrap around in 32 bits are right in the low ones too, and 32 bits are what hardware sums int8 in.
+    """
+    if dtype.kind == "b" or (jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32):
+        return np.dtype(np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32)
+    return dtype
+
+
+def dot(a: jax.Array, b: jax.Array, precision: Precision, dtype: np.dtype[Any]) -> jax.Array:
+    """The product of two arrays of one dtype, [*Ba, M, K] and [*Bb, K, N], summed in `dtype`."""
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        precision = None
+        if a.dtype not in (jnp.int8, jnp.uint8):
+            a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
 
 
 def cost(request: Request) -> Cost:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from opmux.core.check import Checker
 from opmux.core.errors import near_matches
 from opmux.core.op import Call, Cost, Op, make_request
