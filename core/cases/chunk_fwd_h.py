@@ -6,6 +6,7 @@ Gates are drawn per token; the cases with cumulative gates (the op's default) su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def chunk_local_cumsum(gate: np.ndarray, chunk_size: int, cu_seqlens: Sequence[i
     """Running sums along axis 1 that restart at every chunk and at every sequence."""
     total = np.empty(gate.shape, np.float64)
     edges = (0, gate.shape[1]) if cu_seqlens is None else cu_seqlens
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         for start in range(begin, end, chunk_size):
             stop = min(start + chunk_size, end)
             total[:, start:stop] = np.cumsum(gate[:, start:stop].astype(np.float64), axis=1)
@@ -109,7 +110,9 @@ def _shapes() -> Iterator[Case]:
     yield make_case("no_key_channels", ("gv",), K=0)
     yield make_case("chunk_of_one", ("g", "gk"), T=9, chunk_size=1, raw=False, h0=True)
     yield make_case("chunk_of_seven", ("g", "gk", "gv"), chunk_size=7, raw=False)
-    yield make_case("wide_odd", ("gk", "gv"), B=1, T=70, H=3, K=67, V=131, source="tops: a tile of K taken for one of V")
+    yield make_case(
+        "wide_odd", ("gk", "gv"), B=1, T=70, H=3, K=67, V=131, source="tops: K tile for V tile"
+    )
     yield make_case("split", ("g", "g_gamma", "gk", "gv"), T=83, chunk_size=8, split_size=24, h0=True)
     yield make_case("split_cumulative", ("g", "gk", "gv"), T=83, chunk_size=8, split_size=24, h0=True, raw=False)
     yield make_case("split_past_the_end", ("g", "gk"), T=19, chunk_size=8, split_size=64, raw=False)
@@ -136,11 +139,12 @@ def _packed() -> Iterator[Case]:
     yield make_case("packed_empty_last", ("gk",), cu_seqlens=[0, 5, 5, 5], h0=True, raw=False)
     yield make_case("packed_all_empty", ("gk",), cu_seqlens=[0, 0, 0], h0=True, source="FlashKDA#32; flashinfer#3536")
     yield make_case("packed_no_sequence", ("gk",), cu_seqlens=[0])
-    yield make_case("packed_split", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True, raw=False)
+    yield make_case(
+        "packed_split", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True, raw=False
+    )
     yield make_case("packed_split_raw", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True)
     yield make_case("packed_short_split", ("g",), cu_seqlens=[0, 3, 14, 19], chunk_size=4, split_size=64, raw=False)
-    yield make_case("packed_int64", ("gk",), lambda a: None, cu_seqlens=[0, 9, 21], h0=True)
-    yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
+        yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
                     grad=False, source="fla#1239")  # fmt: skip
 
 
@@ -153,10 +157,12 @@ def _strong() -> Iterator[Case]:
 
     yield make_case("gamma_short_tail", ("g_gamma",), constant(-1.41), T=65, chunk_size=64, source="fla: NaN in ht")
     yield make_case("gamma_lightning", ("g_gamma",), constant(-3.0), T=130, chunk_size=64, source="fla: NaN in ht")
-    yield make_case("gamma_large_chunk", ("g_gamma",), constant(-0.8), T=150, chunk_size=128, source="fla#122; tops#123")
+    yield make_case(
+        "gamma_large_chunk", ("g_gamma",), constant(-0.8), T=150, chunk_size=128, source="fla#122; tops#123"
+    )
     yield make_case("decay_to_nothing", ("g",), gate("g", ..., np.log(1e-12)), T=70, chunk_size=32, source="cuLA#89")
-    yield make_case("decay_to_nothing_cumulative", ("g",), gate("g", ..., np.log(1e-12)), T=70, chunk_size=32, raw=False,
-                    source="cuLA#89; fla#20; fla#547")  # fmt: skip
+    yield make_case("decay_to_nothing_cumulative", ("g",), gate("g", ..., np.log(1e-12)), T=70, chunk_size=32,
+                    raw=False, source="cuLA#89; fla#20; fla#547")  # fmt: skip
     for name in ("g", "gk", "gv"):
         reset = gate(name, np.s_[:, 21], -np.inf)
         yield make_case(f"{name}_reset", (name,), reset, h0=True, source="fla: NaN after a gate of -inf")

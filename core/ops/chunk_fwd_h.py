@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from opmux.core import compat
 from opmux.core.check import Checker
 from opmux.core.op import Call, Cost, Op, make_request
 from opmux.core.ops.chunk_gates import Exponents, decayed, exponents
@@ -173,7 +174,8 @@ def canonicalize(
 def prepare(arguments: dict[str, Any]) -> dict[str, Any]:
     """Reads concrete `cu_seqlens`, so that what follows may trace them and still know exact shapes."""
     cu_seqlens = arguments.get("cu_seqlens")
-    if cu_seqlens is None or isinstance(cu_seqlens, Offsets | jax.core.Tracer | jax.ShapeDtypeStruct):
+    known = not compat.is_traced(cu_seqlens) and not isinstance(cu_seqlens, Offsets | jax.ShapeDtypeStruct)
+    if cu_seqlens is None or not known:
         return arguments
     check = Checker("chunk_fwd_h")
     _, split_size = _sizes(check, arguments.get("chunk_size", 64), arguments.get("split_size"))
@@ -200,7 +202,7 @@ def _packed(check: Checker, cu_seqlens: Any, k: jax.Array, split_size: int) -> t
             "cu_seqlens", f"offsets for a batch of {B}", "offsets for a batch of one",
             "Packed sequences lie one after another along T; reshape k to [1, B * T, H, K], and the others alike.",
         )  # fmt: skip
-    if isinstance(cu_seqlens, jax.core.Tracer):
+    if compat.is_traced(cu_seqlens):
         values = check.integer("cu_seqlens", cu_seqlens)
         if values.ndim != 1 or values.size == 0:
             raise check.error("cu_seqlens", f"shape {values.shape}", "[N + 1] offsets, the first of them 0")
@@ -310,9 +312,7 @@ def reference(request: Request, operands: Operands) -> Outputs:
     return {"h": jnp.moveaxis(h, 0, 1).astype(specs["h"].dtype), "ht": ht}
 
 
-def _states(
-    added: jax.Array, decay: Exponents, h0: jax.Array, table: RowTable | None
-) -> tuple[jax.Array, jax.Array]:
+def _states(added: jax.Array, decay: Exponents, h0: jax.Array, table: RowTable | None) -> tuple[jax.Array, jax.Array]:
     """The state before each row [R, B, H, K, V], and after each sequence [N, H, K, V]."""
     factors = [jnp.exp(jnp.moveaxis(e, 1, 0)) for e in (decay.state_k, decay.state_v) if e is not None]
 
@@ -347,9 +347,7 @@ def cost(request: Request) -> Cost:
     V = request["v"].shape[-1]
     specs = outputs(request)
     moved = [spec for _, spec in request.operands] + [specs[name] for name in request.wanted]
-    return Cost(
-        flops=2 * H * K * V * (B * T + B * request.params.num_splits), bytes=sum(spec.nbytes for spec in moved)
-    )
+    return Cost(flops=2 * H * K * V * (B * T + B * request.params.num_splits), bytes=sum(spec.nbytes for spec in moved))
 
 
 def _cases() -> Any:

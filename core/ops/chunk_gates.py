@@ -96,7 +96,7 @@ def _after(
         is_last = is_last.reshape(*is_last.shape, *(1,) * (gate.ndim - 3))
         ends = jnp.where(is_last, chunks, 0).sum(3)
     after = ends[:, :, :, None] - chunks
-    if S > chunk_size:
+    if chunk_size < S:
         after = after + _sum_after(ends)[:, :, :, None]
     after = after.reshape(gate.shape)
     return (after if valid is None else jnp.where(valid, after, 0)), ends.sum(2)

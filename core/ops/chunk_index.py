@@ -23,9 +23,7 @@ import numpy as np
 from opmux.core.check import Checker
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("num_splits", "longest", "total")
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("num_splits", "longest", "total"))
 @dataclass(frozen=True, slots=True)
 class Offsets:
     """`cu_seqlens` together with the sizes that only its concrete values show.

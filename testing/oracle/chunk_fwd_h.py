@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def chunk_fwd_h(
         spans = [(b, 0, T) for b in range(B)]
     else:
         edges = [int(edge) for edge in np.asarray(cu_seqlens)]
-        spans = [(0, begin, end) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+        spans = [(0, begin, end) for begin, end in pairwise(edges)]
     start = np.zeros((len(spans), H, K, V)) if h0 is None else np.asarray(h0, np.float64)
 
     noted: list[list[np.ndarray]] = [[] for _ in range(B)]
