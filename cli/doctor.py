@@ -122,7 +122,7 @@ def _kernels(plugin: Plugin) -> list[Finding]:
     for implementation in plugin.contents.implementations:
         try:
             implementation.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             findings.append(
                 Finding(
                     "kernel",

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 # What `add_subparsers` returns; argparse has no public name for it.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
@@ -91,7 +91,12 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints fit the terminal."""
+    """A parser whose complaints fit the terminal, and which uses no colours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what `argparse.ArgumentParser` takes."""
+        super().__init__(*args, **kwargs)
+        self.color = False  # Python 3.14 has them on by default
 
     def error(self, message: str) -> NoReturn:
         """Prints usage and message, and exits with code 2."""
