@@ -110,9 +110,7 @@ def _shapes() -> Iterator[Case]:
     yield make_case("no_key_channels", ("gv",), K=0)
     yield make_case("chunk_of_one", ("g", "gk"), T=9, chunk_size=1, raw=False, h0=True)
     yield make_case("chunk_of_seven", ("g", "gk", "gv"), chunk_size=7, raw=False)
-    yield make_case(
-        "wide_odd", ("gk", "gv"), B=1, T=70, H=3, K=67, V=131, source="tops: K tile for V tile"
-    )
+    yield make_case("wide_odd", ("gk", "gv"), B=1, T=70, H=3, K=67, V=131, source="tops: K tile for V tile")
     yield make_case("split", ("g", "g_gamma", "gk", "gv"), T=83, chunk_size=8, split_size=24, h0=True)
     yield make_case("split_cumulative", ("g", "gk", "gv"), T=83, chunk_size=8, split_size=24, h0=True, raw=False)
     yield make_case("split_past_the_end", ("g", "gk"), T=19, chunk_size=8, split_size=64, raw=False)
@@ -144,7 +142,7 @@ def _packed() -> Iterator[Case]:
     )
     yield make_case("packed_split_raw", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True)
     yield make_case("packed_short_split", ("g",), cu_seqlens=[0, 3, 14, 19], chunk_size=4, split_size=64, raw=False)
-        yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
+    yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
                     grad=False, source="fla#1239")  # fmt: skip
 
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.core.ops.chunk_fwd_h import GATES, ChunkParams, outputs, without_tokens
 from opmux.core.ops.chunk_gates import decayed, exponents
+from opmux.core.ops.chunk_states import GATES, ChunkParams, outputs, without_tokens
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.chunk_fwd_h_blocks import Blocks, token_rows
 from opmux.plugins.interpret.chunk_fwd_h_config import ChunkFwdHConfig

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.core.ops.chunk_fwd_h import GATES, ChunkParams, sequences
 from opmux.core.ops.chunk_index import RowTable, gather_rows, row_table
+from opmux.core.ops.chunk_states import GATES, ChunkParams, sequences
 from opmux.core.request import Operands, Request
 
 # b batch, t tokens, s splits, h heads, k and v channels, n sequences, p one row for each block of the batch

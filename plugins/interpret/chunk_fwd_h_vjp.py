@@ -29,9 +29,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from opmux.core.op import forward_request
-from opmux.core.ops.chunk_fwd_h import GATES, OP, ChunkParams, accumulator, outputs
+from opmux.core.ops.chunk_fwd_h import OP
 from opmux.core.ops.chunk_gates import Exponents, decayed, exponents
 from opmux.core.ops.chunk_index import scatter_rows
+from opmux.core.ops.chunk_states import GATES, ChunkParams, accumulator, outputs
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.chunk_fwd_h import chunk_fwd_h
 from opmux.plugins.interpret.chunk_fwd_h_blocks import Blocks, token_rows
