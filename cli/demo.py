@@ -167,8 +167,7 @@ def _text(report: Report) -> str:
     ]
     for op, decision in report.decisions.items():
         head = f"  {op:<10} {decision.backend:<12} "
-        lines += textwrap.wrap(decision.reason, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    lines += [line for said in _asked(report) for line in textwrap.wrap(f"Asked for by {said}", WIDTH)]
+        lines += textwrap.wrap(_why(decision), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
     lines += [
         "",
         f"Time: load {report.load_time:.2f} s, compile {report.compile_time:.2f} s, "
@@ -184,10 +183,13 @@ def _text(report: Report) -> str:
     return "\n".join([*lines, *textwrap.wrap(verdict, WIDTH)])
 
 
-def _asked(report: Report) -> list[str]:
-    """What scopes, the environment and settings ask for, each with its source."""
-    layers = [layer for decision in report.decisions.values() for layer in decision.layers]
-    return list(dict.fromkeys(f"{layer.source}: {layer.text}" for layer in layers))
+def _why(decision: Decision) -> str:
+    """Why a backend was chosen, with what scopes, the environment and settings say about the op."""
+    said = [
+        layer.text if layer.source == decision.forced_by else f"{layer.source}: {layer.text}"
+        for layer in decision.layers
+    ]
+    return ", ".join([decision.reason, *said])
 
 
 def _table(similarity: np.ndarray[Any, Any]) -> list[str]:
@@ -212,8 +214,7 @@ def _document(report: Report) -> dict[str, Any]:
         "tokens": report.tokens,
         "similarity": report.similarity.tolist(),
         "backends": {op: decision.backend for op, decision in report.decisions.items()},
-        "reasons": {op: decision.reason for op, decision in report.decisions.items()},
-        "asked": _asked(report),
+        "reasons": {op: _why(decision) for op, decision in report.decisions.items()},
         "seconds": {"load": report.load_time, "compile": report.compile_time, "run": report.run_time},
         "golden": golden
         and {"made_by": golden.made_by, "max_abs_deviation": report.deviation, "limit": LIMIT, "ok": report.ok},
