@@ -214,7 +214,7 @@ class View:
             carry = loop(low, high, lambda j, c: step(j * size, None, c), carry)
 
         def edge(j: Scalar, c: Any) -> Any:
-            j = j + (high if isinstance(before, int) else jnp.where(j < before, first, high - before))
+            j = j + (high if isinstance(before, int) and not before else jnp.where(j < before, first, high - before))
             seen = self.seen(j * size)
             if not self.selective:
                 return step(j * size, seen, c)
