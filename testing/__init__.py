@@ -31,17 +31,18 @@ from opmux.testing.conformance import (
     implemented_ops,
 )
 from opmux.testing.gradients import check_gradients
-from opmux.testing.parametrize import conformance_params, expected_rejections
+from opmux.testing.parametrize import conformance_params, differentiable, expected_rejections, transformed
 from opmux.testing.registration import check_implementation, check_registration
 from opmux.testing.sensitivity import check_sensitivity
 from opmux.testing.shard import check_shard_map
 from opmux.testing.subject import Rejected, Subject, find_oracle
 from opmux.testing.tolerances import assert_close, rtol
-from opmux.testing.transforms import TRANSFORMS, check_transforms, transform_cases
+from opmux.testing.transforms import TRANSFORMS, applies, check_transforms, transform_cases
 
 __all__ = [
-    "TRANSFORMS", "ConformanceError", "Outcome", "Rejected", "Subject", "assert_close", "check",
+    "TRANSFORMS", "ConformanceError", "Outcome", "Rejected", "Subject", "applies", "assert_close", "check",
     "check_case_gradients", "check_gradients", "check_implementation", "check_numerics", "check_proof",
     "check_registration", "check_sensitivity", "check_shard_map", "check_transforms", "conformance_params",
-    "expected_rejections", "find_oracle", "implemented_ops", "rtol", "transform_cases",
+    "differentiable", "expected_rejections", "find_oracle", "implemented_ops", "rtol", "transform_cases",
+    "transformed",
 ]  # fmt: skip

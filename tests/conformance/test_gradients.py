@@ -1,0 +1,16 @@
+"""Gradients of every differentiable case on every built-in backend, against differences of the float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+from opmux import registry
+from opmux.testing import check_case_gradients, conformance_params, differentiable, expected_rejections
+
+
+@pytest.mark.parametrize(
+    ("subject", "case"), conformance_params(registry.ops(), registry.backends(), select=differentiable)
+)
+def test_gradients(subject, case):
+    with expected_rejections():
+        check_case_gradients(subject, case)
