@@ -1,0 +1,1 @@
+"""Proof without the device: simulators, deviceless compilers, static measures and reports."""

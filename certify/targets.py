@@ -1,0 +1,57 @@
+"""The devices that kernels can be compiled for without having one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opmux.core.devices import Device, device
+from opmux.core.errors import UnknownDeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device that a compiler on this machine can compile for.
+
+    Attributes:
+      name: opmux's name for the device.
+      topology: what JAX's topology description calls it.
+    """
+
+    name: str
+    topology: str
+
+    @property
+    def device(self) -> Device:
+        """Declared facts of the device."""
+        return device(self.name)
+
+    @property
+    def platform(self) -> str:
+        """JAX platform that is lowered for."""
+        return self.device.platform
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("tpu-v4", "v4:2x2x1"),
+        Target("tpu-v5e", "v5e:2x2"),
+        Target("tpu-v5p", "v5p:2x2x1"),
+        Target("tpu-v6e", "v6e:2x2"),
+        Target("tpu-v7x", "tpu7x:2x2x1"),
+        Target("h100", "NVIDIA H100 80GB HBM3"),
+        Target("h200", "NVIDIA H200"),
+        Target("b200", "NVIDIA B200"),
+    )
+}
+
+
+def target(name: str) -> Target:
+    """The target of this name.
+
+    Raises:
+      UnknownDeviceError: no compiler here compiles for it.
+    """
+    if name not in TARGETS:
+        raise UnknownDeviceError(name, TARGETS, "target", "Kernels can be compiled for these devices only.")
+    return TARGETS[name]
