@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -42,20 +41,21 @@ def _refuse(*_: Any, message: Hashable, **__: Any) -> Any:
     raise DifferentiationError(str(message))
 
 
-def _batch(primitive: Primitive, args: Any, dims: Any, *, message: Hashable) -> tuple[Any, Any]:
-    return primitive.bind(args[0], message=message), dims[0]
+def _batch(args: Any, dims: Any, *, message: Hashable) -> tuple[Any, Any]:
+    return _reverse_only_p.bind(args[0], message=message), dims[0]
 
 
 _reverse_only_p.def_impl(_identity)
 _reverse_only_p.def_abstract_eval(_identity)
 mlir.register_lowering(_reverse_only_p, lambda ctx, array, *, message: [array])
-batching.primitive_batchers[_reverse_only_p] = partial(_batch, _reverse_only_p)
+batching.primitive_batchers[_reverse_only_p] = _batch
 ad.primitive_jvps[_reverse_only_p] = _jvp
 
 _tangent_p.def_impl(_refuse)
 _tangent_p.def_abstract_eval(_identity)
 mlir.register_lowering(_tangent_p, _refuse)
-batching.primitive_batchers[_tangent_p] = partial(_batch, _tangent_p)
+# What is transposed is never batched before; a batched tangent is on its way to being evaluated.
+batching.primitive_batchers[_tangent_p] = _refuse
 ad.deflinear2(_tangent_p, lambda cotangent, _, *, message: [cotangent])
 
 # unavailable(): a branch of lax.platform_dependent that may be traced, but not lowered.

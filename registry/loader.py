@@ -126,7 +126,7 @@ class Loader:
                 name = validate.name_of(plugin)
             if name in self.names():
                 raise PluginConflictError(
-                    f"a plugin named {name!r} exists already ({self._origin(name)}); unregister it first, or rename yours"
+                    f"a plugin named {name!r} exists already ({self._origin(name)}); unregister it, or rename yours"
                 )
             if (known := self._manager.get_name(plugin)) is not None:
                 raise PluginConflictError(f"plugin {name!r} is registered already, under the name {known!r}")

@@ -1,0 +1,36 @@
+"""What every test shares: eight CPU devices, and a registry that a test may do anything to."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before JAX starts: sharding, and processes with several kinds of device, are tested on these.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+
+@pytest.fixture
+def isolated_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A registry as a new process finds it: no policy, no notices given, no plugin imported, no variable set."""
+    from opmux import registry
+    from opmux.registry import environment, notices, placement, policy, tables
+    from opmux.registry.loader import Loader
+
+    def forget() -> None:
+        notices.forget()
+        placement.forget()
+        policy._root.restore()
+
+    for variable in environment.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    ambient = policy._context.get_global()
+    monkeypatch.setattr(policy, "_process", policy._Process())
+    monkeypatch.setattr(tables, "loader", Loader())
+    monkeypatch.setattr(registry, "_handles", {})
+    policy._context.set_global(None)
+    forget()
+    yield
+    assert policy.scopes().get() == (), "the test left a scope open"
+    forget()
+    policy._context.set_global(ambient)
