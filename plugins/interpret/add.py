@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def add(request: Request, operands: Operands, config: Config) -> Outputs:
     return {"out": result.reshape(out.shape)}
 
 
-def _add_kernel(x_ref, y_ref, out_ref):
+def _add_kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
     out_ref[...] = jnp.add(x_ref[...], y_ref[...])
 
 

@@ -120,7 +120,9 @@ def _product(a: jax.Array, b: jax.Array, dtype: Any, params: MatmulParams, confi
     )(a, b)
 
 
-def _matmul_kernel(a_ref, b_ref, out_ref, *acc_ref, precision: Precision, acc: Any, length: int, steps: int):
+def _matmul_kernel(
+    a_ref: Any, b_ref: Any, out_ref: Any, *scratch: Any, precision: Precision, acc: Any, length: int, steps: int
+) -> None:
     k = a_ref.shape[-1]
     step = pl.program_id(len(out_ref.shape))
 
@@ -130,14 +132,16 @@ def _matmul_kernel(a_ref, b_ref, out_ref, *acc_ref, precision: Precision, acc: A
         a = jnp.where(step * k + lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) < length, a, 0)
         b = jnp.where(step * k + lax.broadcasted_iota(jnp.int32, b.shape, b.ndim - 2) < length, b, 0)
 
-    # Multiply them.
+    # Multiply them. XLA's CPU backend lacks some 16-bit products with a float32 result, and would convert anyway.
+    if jnp.issubdtype(a.dtype, jnp.inexact):
+        a, b = a.astype(acc), b.astype(acc)
     partial = dot(a, b, precision, acc)
     if steps == 1:
         out_ref[...] = partial.astype(out_ref.dtype)
         return
 
     # Join the blocks before them.
-    (acc_ref,) = acc_ref
+    (acc_ref,) = scratch
 
     @pl.when(step == 0)
     def _():

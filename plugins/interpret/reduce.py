@@ -9,6 +9,7 @@ The grid runs over blocks of A, B and, innermost, of the reduced axis R:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -23,7 +24,13 @@ from opmux.core.ops.reduce import ReduceParams
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.dense_config import ReduceConfig, even_block
 
-_REDUCERS = {"sum": jnp.sum, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}
+# The dtype is repeated because jnp would widen short integers.
+_REDUCERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sum": lambda block: jnp.sum(block, axis=1, dtype=block.dtype),
+    "prod": lambda block: jnp.prod(block, axis=1, dtype=block.dtype),
+    "max": lambda block: jnp.max(block, axis=1),
+    "min": lambda block: jnp.min(block, axis=1),
+}
 _COMBINERS = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -63,7 +70,9 @@ def reduce(request: Request, operands: Operands, config: Config) -> Outputs:
     return {"out": out}
 
 
-def _reduce_kernel(x_ref, out_ref, *acc_ref, kind: str, acc: np.dtype[Any], length: int, steps: int, finish: Any):
+def _reduce_kernel(
+    x_ref: Any, out_ref: Any, *scratch: Any, kind: str, acc: np.dtype[Any], length: int, steps: int, finish: Any
+) -> None:
     a, r, b = x_ref.shape
     step = pl.program_id(2)
 
@@ -74,13 +83,13 @@ def _reduce_kernel(x_ref, out_ref, *acc_ref, kind: str, acc: np.dtype[Any], leng
         block = jnp.where(row < length, block, _identity(kind, acc))
 
     # Reduce it.
-    partial = _REDUCERS[kind](block, axis=1, **({"dtype": acc} if kind in ("sum", "prod") else {}))
+    partial = _REDUCERS[kind](block)
     if steps == 1:
         out_ref[...] = finish(partial)
         return
 
     # Join the blocks before it.
-    (acc_ref,) = acc_ref
+    (acc_ref,) = scratch
 
     @pl.when(step == 0)
     def _():
