@@ -102,7 +102,9 @@ REVERSE = {
     "jit(vmap(grad(remat(jit))))": (
         lambda loss: lambda a: jax.jit(jax.vmap(jax.grad(jax.checkpoint(jax.jit(loss)))))(a[None])[0]
     ),
-    "grad(scan)": (lambda loss: jax.grad(lambda a: lax.scan(lambda c, _: (c * 1.5, loss(c)), a, None, length=2)[1].sum())),
+    "grad(scan)": (
+        lambda loss: jax.grad(lambda a: lax.scan(lambda c, _: (c * 1.5, loss(c)), a, None, length=2)[1].sum())
+    ),
     "grad(scan(remat))": (
         lambda loss: jax.grad(
             lambda a: lax.scan(lambda c, _: (c * 1.5, jax.checkpoint(loss)(c)), a, None, length=2)[1].sum()

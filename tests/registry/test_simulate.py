@@ -29,12 +29,12 @@ def a_simulated_tpu():
 
 def test_a_forced_backend_runs_in_the_simulator_and_says_so_once():
     before = simulator.entered
-    with pytest.warns(SimulatedBackendWarning, match="backend 'tpu' runs in a simulator") as caught:
-        assert registry.get("add", backend="tpu")(0.0, 0.0) == SIMULATED
-        assert jax.jit(lambda x: registry.get("add", backend="tpu")(x, x))(0.0) == SIMULATED
-        with registry.use(backend="tpu"):
-            assert registry.get("add")(0.0, y=0.0) == SIMULATED
-    assert len(caught) == 1
+    forced = registry.get("add", backend="tpu")
+    with pytest.warns(SimulatedBackendWarning, match="backend 'tpu' runs in a simulator"):
+        assert forced(0.0, 0.0) == SIMULATED
+    assert jax.jit(lambda x: forced(x, x))(0.0) == SIMULATED  # a second warning would be an error
+    with registry.use(backend="tpu"):
+        assert registry.get("add")(0.0, y=0.0) == SIMULATED
     assert simulator.entered > before
     assert not simulator.inside
     decision = registry.get("add", backend="tpu").explain(0.0, 0.0)
@@ -105,12 +105,10 @@ def test_a_backend_without_a_simulator_runs_at_home(process_with, simulate):
 @pytest.mark.parametrize("simulate", ["auto", "always", "never"])
 def test_a_backend_without_a_simulator_runs_nowhere_else(simulate):
     registry.register(fakes.backend("for_cuda", 3.0, info={"platforms": ("cuda",)}))
-    with registry.use(simulate=simulate), pytest.raises(ForcedBackendError, match="runs on cuda, not on cpu$"):
-        try:
-            registry.get("add", backend="for_cuda")(0.0, 0.0)
-        except ForcedBackendError as error:
-            (reason,) = error.decision.candidate("for_cuda").reasons
-            raise ForcedBackendError(reason.detail) from None
+    with registry.use(simulate=simulate), pytest.raises(ForcedBackendError) as caught:
+        registry.get("add", backend="for_cuda")(0.0, 0.0)
+    (reason,) = caught.value.decision.candidate("for_cuda").reasons
+    assert (reason.detail, reason.hint) == ("runs on cuda, not on cpu", "")
 
 
 def test_a_trace_for_several_platforms_says_nothing_of_a_branch_that_will_not_run(process_with):
@@ -121,5 +119,5 @@ def test_a_trace_for_several_platforms_says_nothing_of_a_branch_that_will_not_ru
 
 
 def test_a_value_that_means_nothing():
-    with pytest.raises(SettingError, match="use.simulate=.*: got 'maybe'; allowed: auto, never, always"):
+    with pytest.raises(SettingError, match=r"use\(simulate=\.\.\.\): got 'maybe'; allowed: auto, never, always"):
         registry.use(simulate="maybe")

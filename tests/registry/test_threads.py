@@ -159,7 +159,7 @@ def test_asyncio_to_thread():
     async def main():
         with registry.use(backend="a"):
             eager = await asyncio.to_thread(add)
-            with pytest.raises(OverrideScopeError, match="registry.carry"):
+            with pytest.raises(OverrideScopeError, match=r"registry\.carry"):
                 await asyncio.to_thread(lambda: float(jitted()(0.0)))
             carried = await asyncio.to_thread(registry.carry(lambda: float(jitted()(0.0))))
             return eager, carried
