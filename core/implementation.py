@@ -43,8 +43,8 @@ class BackendInfo:
       summary: one line for listings.
       platforms: JAX platforms it runs on (`cpu`, `cuda`, `rocm`, `tpu`); empty means every platform.
       tier: `kernel` for real kernels of a device, `interpret` for interpreted ones, `reference` for plain XLA.
-      simulator: `"package.module:function"` of a context manager in which the kernels run on a CPU in a
-        simulator of their device; empty where there is none.
+      simulator: `"package.module:function"` that runs a kernel in a simulator of the backend's device, on a CPU;
+        see `opmux.core.simulation.Simulate`. Empty where there is none.
       install_hint: how to get what the backend needs.
       api_version: the plugin interface it was written for.
     """

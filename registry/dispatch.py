@@ -9,8 +9,7 @@ The rule for derivatives stands around the choice of the platform, so forward an
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +20,7 @@ from opmux.core.errors import ForcedBackendError, OpmuxError, PluginError
 from opmux.core.implementation import load_target
 from opmux.core.op import Op
 from opmux.core.request import ArraySpec, Operands, Outputs, Request
+from opmux.core.simulation import Simulate, SimulatorOptions
 from opmux.registry import notices
 from opmux.registry.candidates import Choice
 from opmux.registry.derivative import NoForwardMode, Run, differentiable
@@ -85,23 +85,23 @@ def execute(
     # Of several platforms one will run; what is said is said of the one that most likely does.
     notices.report(first[1], first[0])
 
-    forward = _by_platform(op, plans, lambda found: _forward_kernel(op, found), staged)
+    forward = _by_platform(op, plans, lambda found: _forward_kernel(op, found, policy.simulator), staged)
     if all(found.forward_mode for found in plans.values()):
         return forward(request, operands)
-    backward = _by_platform(op.vjp, plans, lambda found: _backward_kernel(op, found), staged)
+    backward = _by_platform(op.vjp, plans, lambda found: _backward_kernel(op, found, policy.simulator), staged)
     message = NoForwardMode(op.name, _choice(viable[0]), policy.disabled)
     return differentiable(op, forward, backward, message)(request, operands)
 
 
-def _forward_kernel(op: Op, found: Plan) -> Kernel:
-    return _runner(op, found.forward) if found.forward is not None else _error(found)
+def _forward_kernel(op: Op, found: Plan, options: SimulatorOptions) -> Kernel:
+    return _runner(op, found.forward, options) if found.forward is not None else _error(found)
 
 
-def _backward_kernel(op: Op, found: Plan) -> Kernel:
+def _backward_kernel(op: Op, found: Plan, options: SimulatorOptions) -> Kernel:
     if found.forward is None or found.backward_error is not None:
         return _error(found)
     if found.backward is not None:
-        return _runner(op.vjp, found.backward)
+        return _runner(op.vjp, found.backward, options)
 
     def reference(request: Request, operands: Operands) -> Outputs:
         with jax.named_scope(f"opmux.{op.vjp.name}[{REFERENCE}]"):
@@ -116,23 +116,21 @@ def _error(found: Plan) -> OpmuxError:
     return error
 
 
-def _runner(op: Op, choice: Choice) -> Run:
+def _runner(op: Op, choice: Choice, options: SimulatorOptions) -> Run:
     implementation = choice.implementation
 
     def run(request: Request, operands: Operands) -> Outputs:
         kernel = implementation.load()
-        with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"), _simulator(choice):
-            outputs = kernel(request, operands, choice.config)
+        with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"):
+            if choice.simulator:
+                simulate: Simulate = load_target(choice.simulator)
+                outputs = simulate(kernel, request, operands, choice.config, options)
+            else:
+                outputs = kernel(request, operands, choice.config)
         _check_outputs(op, implementation.backend, request, outputs)
         return {wanted: outputs[wanted] for wanted in request.wanted}
 
     return run
-
-
-@contextlib.contextmanager
-def _simulator(choice: Choice) -> Generator[None]:
-    with load_target(choice.simulator)() if choice.simulator else contextlib.nullcontext():
-        yield
 
 
 def _check_outputs(op: Op, backend: str, request: Request, outputs: Any) -> None:

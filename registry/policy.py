@@ -27,6 +27,7 @@ from opmux.core import compat
 from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
+from opmux.core.simulation import SimulatorOptions
 from opmux.registry import environment, tables
 from opmux.registry.environment import Simulate
 from opmux.registry.settings import NOTHING, Backend, Settings, device_of
@@ -62,6 +63,14 @@ class Policy:
             if found.simulate is not None:
                 return found.simulate
         return "auto"
+
+    @cached_property
+    def simulator(self) -> SimulatorOptions:
+        """The simulator options of the first source that has them."""
+        for _, found in self.layers():
+            if found.simulator is not None:
+                return found.simulator
+        return SimulatorOptions()
 
     @cached_property
     def device(self) -> Device | None:
@@ -207,6 +216,7 @@ def configure(
     prefer: tuple[str, ...] | list[str] | None = None,
     device: str | Device | JaxDevice | None = None,
     simulate: str | None = None,
+    simulator: SimulatorOptions | None = None,
     disable: tuple[str, ...] | list[str] | None = None,
 ) -> None:
     """Sets process-wide preferences, which scopes, calls and the environment override.
@@ -218,6 +228,7 @@ def configure(
       prefer: backends that automatic choice ranks first, in order; () for none.
       device: the device to choose for; "" for the one that arguments live on.
       simulate: `auto`, `never` or `always`.
+      simulator: options of the simulators.
       disable: plugins that are never used; () for none.
 
     Raises:
@@ -225,18 +236,16 @@ def configure(
     """
     with _process.lock:
         current()
-        asked = settings("configure", backend, prefer, device, simulate, disable)
-        changes: dict[str, Any] = {}
-        if backend is not None:
-            changes["rules"] = asked.rules
-        if prefer is not None:
-            changes["prefer"] = asked.prefer
-        if device is not None:
-            changes["device"] = asked.device
-        if simulate is not None:
-            changes["simulate"] = asked.simulate
-        if disable is not None:
-            changes["disable"] = asked.disable
+        asked = settings("configure", backend, prefer, device, simulate, simulator, disable)
+        given = {
+            "rules": backend,
+            "prefer": prefer,
+            "device": device,
+            "simulate": simulate,
+            "simulator": simulator,
+            "disable": disable,
+        }
+        changes: dict[str, Any] = {name: getattr(asked, name) for name, value in given.items() if value is not None}
         _process.configured = replace(_process.configured, **changes)
         _process.publish()
 
@@ -247,18 +256,22 @@ def settings(
     prefer: tuple[str, ...] | list[str] | None = None,
     device: str | Device | JaxDevice | None = None,
     simulate: str | None = None,
+    simulator: SimulatorOptions | None = None,
     disable: tuple[str, ...] | list[str] | None = None,
 ) -> Settings:
     """Checked settings from what a user wrote."""
     for name, value in (("prefer", prefer), ("disable", disable)):
         if isinstance(value, str):
             raise SettingError(f"{where}: {name}: got the string {value!r}; allowed: a sequence of backend names")
+    if simulator is not None and not isinstance(simulator, SimulatorOptions):
+        raise SettingError(f"{where}: simulator: got a {type(simulator).__name__}; allowed: SimulatorOptions")
     disabled = current().disabled
     return Settings(
         rules=tables.check(environment.rules_from(backend, f"{where}(backend=...)"), where, disabled),
         prefer=tuple(tables.backend(name, f"{where}(prefer=...)", disabled) for name in prefer or ()),
         device=device_of(device),
         simulate=None if simulate is None else environment.parse_simulate(simulate, f"{where}(simulate=...)"),
+        simulator=simulator,
         disable=frozenset(tables.backend(name, f"{where}(disable=...)", disabled) for name in disable or ()),
     )
 

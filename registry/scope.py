@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import OverrideScopeError, SettingError
+from opmux.core.simulation import SimulatorOptions
 from opmux.registry import policy
 from opmux.registry.policy import Backend, Settings
 
@@ -35,6 +36,7 @@ class use:
       prefer: backends that automatic choice ranks first, in order.
       device: the device to choose for: a name (`h200`, `tpu-v6e`), a `jax.Device`, or `Device` facts.
       simulate: `auto`, `never` or `always`.
+      simulator: options of the simulators, such as `SimulatorOptions(dma="eager")`.
 
     Raises:
       SettingError, UnknownNameError: a value is not one of those.
@@ -47,8 +49,9 @@ class use:
         prefer: tuple[str, ...] | list[str] | None = None,
         device: str | Device | JaxDevice | None = None,
         simulate: str | None = None,
+        simulator: SimulatorOptions | None = None,
     ) -> None:
-        self._settings = policy.settings("use", backend, prefer, device, simulate)
+        self._settings = policy.settings("use", backend, prefer, device, simulate, simulator)
 
     def __enter__(self) -> None:
         outer = policy.scopes().get()

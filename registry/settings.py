@@ -10,6 +10,7 @@ from opmux.core import devices
 from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
+from opmux.core.simulation import SimulatorOptions
 from opmux.registry.environment import Rules, Simulate
 
 Backend = str | Mapping[str, Any] | None
@@ -24,6 +25,7 @@ class Settings:
       prefer: backends that automatic choice ranks first, in order.
       device: the device to choose for, instead of the one that arguments live on.
       simulate: whether a forced backend may run in a simulator of its device.
+      simulator: options of the simulators.
       disable: plugins that are never used.
     """
 
@@ -31,6 +33,7 @@ class Settings:
     prefer: tuple[str, ...] = ()
     device: Device | None = None
     simulate: Simulate | None = None
+    simulator: SimulatorOptions | None = None
     disable: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -39,6 +42,7 @@ class Settings:
             f"prefer={','.join(self.prefer)}" if self.prefer else "",
             f"device={self.device.name}" if self.device is not None else "",
             f"simulate={self.simulate}" if self.simulate is not None else "",
+            f"simulator={self.simulator}" if self.simulator is not None else "",
             f"disable={','.join(sorted(self.disable))}" if self.disable else "",
         ]
         return " ".join(filter(None, parts)) or "none"

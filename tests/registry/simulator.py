@@ -1,18 +1,15 @@
 """A simulator of a device that does not exist: it only notes that it was entered."""
 
-import contextlib
-
 entered = 0
 inside = False
+seen = None
 
 
-@contextlib.contextmanager
-def simulate():
-    global entered, inside
-    entered += 1
-    inside = True
+def simulate(kernel, request, operands, config, options):
+    global entered, inside, seen
+    entered, inside, seen = entered + 1, True, options
     try:
-        yield
+        return kernel(request, operands, config)
     finally:
         inside = False
 

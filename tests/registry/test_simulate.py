@@ -9,6 +9,7 @@ import simulator
 
 from opmux import registry
 from opmux.core.errors import ForcedBackendError, NoViableImplementationError, SettingError, SimulatedBackendWarning
+from opmux.core.simulation import SimulatorOptions
 
 SIMULATED, NATIVE = 10.0, 1.0
 
@@ -42,6 +43,19 @@ def test_a_forced_backend_runs_in_the_simulator_and_says_so_once():
     assert decision.candidate("tpu").simulated
     assert decision.backward.simulated
     assert "chosen    tpu: forced by call (simulated)" in str(decision)
+
+
+@pytest.mark.filterwarnings("ignore::opmux.core.errors.SimulatedBackendWarning")
+def test_options_reach_the_simulator_and_re_key_what_is_compiled():
+    forced = registry.get("add", backend="tpu")
+    forced(0.0, 0.0)
+    assert simulator.seen == SimulatorOptions()
+    eager = SimulatorOptions(dma="eager", seed=3)
+    with registry.use(simulator=eager):
+        forced(0.0, 0.0)
+        assert simulator.seen == eager
+    with pytest.raises(SettingError, match="simulator: got a dict; allowed: SimulatorOptions"):
+        registry.use(simulator={"dma": "eager"})
 
 
 @pytest.mark.filterwarnings("ignore::opmux.core.errors.SimulatedBackendWarning")
