@@ -27,7 +27,7 @@ from opmux.core.cases.case import Case
 from opmux.testing.gradients import check_gradients
 from opmux.testing.registration import check_registration
 from opmux.testing.sensitivity import check_sensitivity
-from opmux.testing.subject import Rejected, Subject, arguments, floating, longest_axis, run_reference
+from opmux.testing.subject import Rejected, Subject, arguments, floating, longest_axis, quick_jit, run_reference
 from opmux.testing.tolerances import assert_close, rtol
 from opmux.testing.transforms import TRANSFORMS, applies, transform_cases
 
@@ -41,9 +41,9 @@ def check_numerics(subject: Subject, case: Case) -> None:
     """
     subject.decision(case)
     args, kwargs = case.arguments()
-    arrays, _ = arguments(subject.op, case)
+    arrays, rest = arguments(subject.op, case)
     declared = jax.eval_shape(lambda: run_reference(subject.op, args, kwargs))
-    got = subject.run(*args, **kwargs)
+    got = quick_jit(lambda arrays: subject.run(**arrays, **rest))(arrays)
     what = f"{subject} {case.name}"
     structures = jax.tree.structure(got), jax.tree.structure(declared)
     assert structures[0] == structures[1], f"{what}: returns {structures[0]}, not {structures[1]}"

@@ -77,7 +77,7 @@ def value_and_gradients(
     fixed = {name: array for name, array in arrays.items() if name not in names}
     moving = {name: jnp.asarray(arrays[name]) for name in names}
     outputs, pullback = jax.vjp(lambda moving: run({**fixed, **moving}), moving)
-    given = [np.ones(out.shape) for out in outputs] if cotangents is None else cotangents
+    given = [jnp.ones_like(out) for out in outputs] if cotangents is None else cotangents
     (gradients,) = pullback([_as_cotangent(c, out) for c, out in zip(given, outputs, strict=True)])
     return outputs, gradients
 

@@ -70,7 +70,8 @@ def check_shard_map(subject: Subject, case: Case) -> None:
         results = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(result for result, _ in want))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(gradients for _, gradients in want))
         summed = {name: _sum(leaf) if name in shared else leaf for name, leaf in stacked.items()}
-        _compare(subject, case, quick_jit(outside)(given), (results, summed), f"{what} with {shared[0]!r} shared")
+        placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in given.items()}
+        _compare(subject, case, quick_jit(outside)(placed), (results, summed), f"{what} with {shared[0]!r} shared")
 
 
 def _shard_map(run: Any, mesh: Any, specs: Mapping[str, Any]) -> Any:

@@ -34,7 +34,7 @@ def cases() -> list[Case]:
 
 
 def _shapes() -> Iterator[Case]:
-    yield make_case("plain", transforms=True)
+    yield make_case("plain")
     yield make_case("longer_keys", T=5, S=19, source="jax#24491", grad=False)
     yield make_case("ones", B=1, T=1, S=1, N=1, K=1, H=1)
     yield make_case("decode", B=3, T=1, S=23)

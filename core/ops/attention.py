@@ -285,13 +285,13 @@ def reference(request: Request, operands: Operands) -> Outputs:
     p = (weights / jnp.where(any_seen, total, 1)).reshape(B, K, N // K, T, S).astype(value.dtype)
     out = jnp.einsum("bkgts,bskv->btkgv", p, v, preferred_element_type=acc, precision=lax.Precision.HIGHEST)
 
-    def poison() -> jax.Array:
+    def poison(out: jax.Array) -> jax.Array:
         rows = seen.reshape(B, K, N // K, T, S).astype(jnp.float32)
         hit = jnp.einsum("bkgts,bskv->btkgv", rows, v_bad.astype(jnp.float32)) > 0
-        return jnp.where(hit, jnp.nan, 0).astype(acc)
+        return out + jnp.where(hit, jnp.nan, 0).astype(acc)
 
     if S:
-        out = out + lax.cond(v_bad.any(), poison, lambda: jnp.zeros(out.shape, acc))
+        out = lax.cond(v_bad.any(), poison, lambda out: out, out)
     return {"out": out.reshape(B, T, N, Hv).astype(query.dtype), "lse": lse.transpose(0, 2, 1)}
 
 
