@@ -70,18 +70,16 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
     view = View(blocks, refs, b, h, t)
     query = refs["query"][*view.heads, :, pl.ds(t, blocks.q)]
 
-    def step(s: Scalar, seen: jax.Array | None, carry: Any) -> Any:
+    def step(s: Scalar, masked: bool, carry: Any) -> Any:
         key = refs["key"][*view.heads, pl.ds(s, blocks.kv)]
         value = refs["value"][*view.heads, pl.ds(s, blocks.kv)]
-        scores = product(query, key, (4, 3))
+        scores = product(query, key, transposed=True)
         if params.soft_cap is not None:
             scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
         if "bias" in refs:
-            bias = refs["bias"][view.at("bias", s)]
-            seen = (bias != -jnp.inf) & seen
-            scores = scores + bias
-        if seen is not None:
-            scores = jnp.where(seen, scores, -jnp.inf)
+            scores = scores + refs["bias"][view.at("bias", s)]
+        if masked:
+            scores = jnp.where(view.seen(s), scores, -jnp.inf)
 
         top = scores.max(-1, keepdims=True)
         if carry is not None:
@@ -90,7 +88,7 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
         shift = jnp.where(top == -jnp.inf, 0, top)
         weights = jnp.exp(scores - shift)
         total = weights.sum(-1, keepdims=True)
-        out = _weigh(weights, value, seen)
+        out = _weigh_masked(view, s, weights, value) if masked else product(weights, value)
         if carry is not None:
             old = jnp.exp(carry[0] - shift)
             total, out = carry[1] * old + total, carry[2] * old + out
@@ -113,16 +111,13 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
     lse_ref[...] = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
-def _weigh(weights: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
-    """Weighted sum of the values; NaN in a value reaches the rows that see it and no other."""
-    if seen is None:
-        return product(weights, value, (4, 2))
+def _weigh_masked(view: View, s: Scalar, weights: jax.Array, value: jax.Array) -> jax.Array:
+    """`weights @ value` where NaN in a value reaches the rows that see it and no other: a weight of 0 does not stop it."""
     bad = jnp.isnan(value)
-    out = product(weights, jnp.where(bad, 0, value), (4, 2))
+    out = product(weights, jnp.where(bad, 0, value))
 
     def poison() -> jax.Array:
-        rows = jnp.broadcast_to(seen, weights.shape).astype(weights.dtype)
-        return jnp.where(product(rows, bad.astype(weights.dtype), (4, 2)) > 0, jnp.nan, out)
+        seen = jnp.broadcast_to(view.seen(s), weights.shape).astype(weights.dtype)
+        return jnp.where(product(seen, bad.astype(weights.dtype)) > 0, jnp.nan, out)
 
     return lax.cond(bad.any(), poison, lambda: out)
-

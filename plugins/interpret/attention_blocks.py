@@ -109,10 +109,17 @@ def with_channels(array: jax.Array) -> jax.Array:
     return _pad(array, array.ndim - 1, max(array.shape[-1], 1), 0)
 
 
-def product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Product over one axis of each, for each batch element and head: the free axes of `lhs`, then of `rhs`."""
-    dimensions = (((axes[0],), (axes[1],)), ((0, 1), (0, 1)))
-    return lax.dot_general(lhs, rhs, dimensions, precision=lax.Precision.HIGHEST)
+def product(lhs: jax.Array, rhs: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """`lhs @ rhs`, or `lhs @ rhs^T`, for each batch element and head; axes between those and the last are rows.
+
+    Shapes [batch, heads, ..., X] and [batch, heads, X..., Y] (transposed: [batch, heads, Y, X]) give
+    [batch, heads, ..., Y]. With more than one batch axis XLA would copy a transposed operand.
+    """
+    flat = lhs.shape[0] * lhs.shape[1]
+    a, b = (array.reshape(flat, -1, array.shape[-1]) for array in (lhs, rhs))
+    dimensions = (((2,), (2 if transposed else 1,)), ((0,), (0,)))
+    result = lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST)
+    return result.reshape(*lhs.shape[:-1], result.shape[-1])
 
 
 def _divisor(size: int, limit: int) -> int:
@@ -185,10 +192,10 @@ class View:
             return None
         return self.t + _iota(self.blocks.q, 3) < self.length(0)
 
-    def walk(self, step: Callable[[Scalar, jax.Array | None, Any], Any], carry: Any) -> Any:
-        """Folds `step(first key, seen, carry)` over the key blocks that any row of the block sees.
+    def walk(self, step: Callable[[Scalar, bool, Any], Any], carry: Any) -> Any:
+        """Folds `step(first key, masked, carry)` over the key blocks that any row of the block sees.
 
-        `seen` is None where every valid row sees every key. The order of the blocks is no matter to an online
+        `masked` is false where every valid row sees every key. The order of the blocks is no matter to an online
         softmax, so the partly seen ones on both sides share one loop.
         """
         blocks, params, size = self.blocks, self.blocks.request.params, self.blocks.kv
@@ -206,29 +213,28 @@ class View:
         if "lengths" in self.refs:
             last = jnp.where(self.t < end, last, first)
         low, high, before = first, first, 0
-        if not (self.selective or "bias" in self.refs):
+        if not self.selective:
             if params.left is not None:
                 low = _lower(_upper((every[0] + size - 1) // size, first), last)
                 before = low - first
             high = _upper(_lower(every[1] // size, last), low)
-            carry = loop(low, high, lambda j, c: step(j * size, None, c), carry)
+            carry = loop(low, high, lambda j, c: step(j * size, False, c), carry)
 
         def edge(j: Scalar, c: Any) -> Any:
             j = j + (high if isinstance(before, int) and not before else jnp.where(j < before, first, high - before))
-            seen = self.seen(j * size)
             if not self.selective:
-                return step(j * size, seen, c)
-            return lax.cond(seen.any(), lambda c: step(j * size, seen, c), lambda c: c, c)
+                return step(j * size, True, c)
+            return lax.cond(self.seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
 
         return loop(0, before + _upper(last - high, 0), edge, carry)
 
     @property
     def selective(self) -> bool:
         """Whether contents of arrays decide who sees whom, so that a block may turn out to be empty."""
-        return "mask" in self.refs or "q_segments" in self.refs
+        return "mask" in self.refs or "q_segments" in self.refs or "bias" in self.refs
 
     def seen(self, s: Scalar) -> jax.Array:
-        """Who sees the keys from `s` on, apart from the bias: broadcasts to [batch, heads, G, q, kv]."""
+        """Who sees the keys from `s` on: broadcasts to [batch, heads, G, q, kv]."""
         blocks, params, refs = self.blocks, self.blocks.request.params, self.refs
         rows, columns = self.t + _iota(blocks.q, 3), s + _iota(blocks.kv, 4)
         seen = columns < self.length(1)
@@ -240,7 +246,9 @@ class View:
             q = refs["q_segments"][pl.ds(self.b, blocks.batch), pl.ds(self.t, blocks.q)]
             kv = refs["kv_segments"][pl.ds(self.b, blocks.batch), pl.ds(s, blocks.kv)]
             seen = seen & (q[:, None, None, :, None] == kv[:, None, None, None, :])
-        return seen & refs["mask"][self.at("mask", s)] if "mask" in refs else seen
+        if "mask" in refs:
+            seen = seen & refs["mask"][self.at("mask", s)]
+        return seen & (refs["bias"][self.at("bias", s)] != -jnp.inf) if "bias" in refs else seen
 
     def at(self, name: str, s: Scalar) -> tuple[Any, ...]:
         """Index of the block with the keys from `s` on in an array of scores."""

@@ -111,25 +111,24 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         )
         query_t, d_out_t = (jnp.swapaxes(_merge(array), 2, 3) for array in (query, d_out))
 
-        def step(s: Scalar, seen: jax.Array | None, d_query: jax.Array) -> jax.Array:
+        def step(s: Scalar, masked: bool, d_query: jax.Array) -> jax.Array:
             keys = pl.ds(s, blocks.kv)
             key, value = (refs[name][*view.heads, keys] for name in ("key", "value"))
-            scores = product(query, key, (4, 3))
+            scores = product(query, key, transposed=True)
             if params.soft_cap is not None:
                 slope = jnp.tanh(scores / params.soft_cap)
                 scores = params.soft_cap * slope
             if "bias" in refs:
-                bias = refs["bias"][view.at("bias", s)]
-                seen = (bias != -jnp.inf) & seen
-                scores = scores + bias
+                scores = scores + refs["bias"][view.at("bias", s)]
             weights = jnp.exp(scores - lse[..., None])
-            d_scores = product(d_out, value, (4, 3)) - delta[..., None]
-            if seen is not None:
+            d_scores = product(d_out, value, transposed=True) - delta[..., None]
+            if masked:
+                seen = view.seen(s)
                 weights = jnp.where(seen, weights, 0)
                 d_scores = jnp.where(seen, d_scores, 0)
             d_scores = weights * d_scores
             if "value" in outs:
-                outs["value"][:, :, :, keys] += product(d_out_t, _merge(weights), (3, 2))
+                outs["value"][:, :, :, keys] += product(d_out_t, weights)
             if "bias" in outs:
                 at = view.at("bias", s)
                 alone = tuple(i for i, size in enumerate(outs["bias"].shape) if size == 1)
@@ -137,8 +136,8 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
             if params.soft_cap is not None:
                 d_scores = d_scores * (1 - slope * slope)
             if "key" in outs:
-                outs["key"][:, :, :, keys] += product(query_t, _merge(d_scores), (3, 2))
-            return d_query + product(d_scores, key, (4, 2)) if "query" in outs else d_query
+                outs["key"][:, :, :, keys] += product(query_t, d_scores)
+            return d_query + product(d_scores, key) if "query" in outs else d_query
 
         d_query = view.walk(step, jnp.zeros(query.shape, blocks.dtype))
         if "query" in outs:
