@@ -172,7 +172,7 @@ class _Child:
 
     def __init__(self, environment: Mapping[str, str | None]):
         self._environment = dict(environment)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: closed with the child
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self._answers, answers = os.pipe()
         self._buffer = b""
         self._done = 0
