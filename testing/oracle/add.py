@@ -17,7 +17,8 @@ def add(x: Any, y: Any) -> Any:
     if "complex" in kinds:
         return np.asarray(x).astype(np.complex128) + np.asarray(y).astype(np.complex128)
     if "float" in kinds:
-        return np.asarray(x).astype(np.float64) + np.asarray(y).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(x).astype(np.float64) + np.asarray(y).astype(np.float64)
     if kinds == ("bool", "bool"):
         return np.asarray(x) | np.asarray(y)
     exact = np.asarray(x).astype(object) + np.asarray(y).astype(object)
