@@ -35,7 +35,7 @@ def check_gradients(subject: Subject, case: Case) -> None:
     arrays, rest = arguments(subject.op, case)
     moving = floating(arrays)
     rng = np.random.default_rng(7)
-    cotangents = [rng.standard_normal(want.shape) for want in subject.wanted(arrays, rest)]
+    cotangents = [rng.standard_normal(want.shape) for want in subject.wanted({**arrays, **rest})]
     run = partial(subject.results, rest=rest)
     outputs, gradients = quick_jit(lambda arrays: value_and_gradients(run, arrays, cotangents))(arrays)
     cotangents = [_as_output(c, out) for c, out in zip(cotangents, outputs, strict=True)]
@@ -121,8 +121,7 @@ def _difference(
     """
     base = np.asarray(arrays[name]).astype(np.float64)
     wide = {other: array.astype(np.float64) if other in floating(arrays) else array for other, array in arrays.items()}
-    with np.errstate(invalid="ignore"):
-        plus, minus = (subject.wanted({**wide, name: base + step * direction}, rest) for step in (STEP, -STEP))
+    plus, minus = (subject.wanted({**rest, **wide, name: base + step * direction}) for step in (STEP, -STEP))
     total = 0.0
     for high, low, cotangent in zip(plus, minus, cotangents, strict=True):
         steady = np.isfinite(high) & np.isfinite(low)

@@ -250,7 +250,7 @@ def check_x64(subject: Subject, case: Case) -> None:
         call.compare(got, want, "x64")
         wide = {name: array.astype(np.float64) if _inexact(array) else array for name, array in call.arrays.items()}
         results = quick_jit(call.results)(wide) if call.moving else []
-        for number, (one, other) in enumerate(zip(results, subject.wanted(wide, call.rest), strict=False)):
+        for number, (one, other) in enumerate(zip(results, subject.wanted({**wide, **call.rest}), strict=False)):
             assert_close(one, other, rtol(one.dtype, longest_axis(wide)), f"{subject} {case.name}: float64 {number}")
 
 
