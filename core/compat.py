@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Generator, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
 from jax._src.core import Primitive as Primitive  # that of jax.extend.core, whose import brings Pallas
 from jax._src.core import trace_state_clean
+from jaxlib import xla_client
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device as JaxDevice
@@ -73,3 +77,73 @@ def default_device() -> JaxDevice:
 def mesh_device() -> Any | None:
     """The abstract device of the mesh that a trace runs under, if there is one."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def varying_axes(arrays: Iterable[Any]) -> frozenset[str]:
+    """Axes of a `shard_map` over which any of the arrays is known to vary."""
+    kinds = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
+    return frozenset[str]().union(*(getattr(kind, "varying", ()) for kind in kinds))
+
+
+def vary_like(array: jax.Array, others: Iterable[Any]) -> jax.Array:
+    """The array, marked as varying over every axis of a `shard_map` over which one of the others varies."""
+    missing = varying_axes(others) - varying_axes([array])
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+
+@cache
+def _simulation_client() -> Any:
+    return xla_client.make_cpu_client(asynchronous=False, num_devices=1)
+
+
+def simulation_device() -> contextlib.AbstractContextManager[Any]:
+    """A scope in which programs run on a CPU client of their own, in the thread that calls them.
+
+    A host callback that ran a program on JAX's own CPU client could wait for ever: for a thread of a pool that is
+    full of programs in callbacks, or for the end of the very program that called it.
+    """
+    return jax.default_device(_simulation_client().devices()[0])
+
+
+def tpu_simulator(
+    *, detect_races: bool, uninitialized: str, dma: str, seed: int | None, cores: int
+) -> contextlib.AbstractContextManager[None]:
+    """A scope in which `pallas_call` is simulated on a TPU; a read out of bounds raises."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    options: dict[str, Any] = {
+        "detect_races": detect_races, "uninitialized_memory": uninitialized, "dma_execution_mode": dma,
+        "random_seed": seed, "num_cores_or_threads": cores, "out_of_bounds_reads": "raise",
+    }  # fmt: skip
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**options))
+
+
+def reset_tpu_simulator() -> None:
+    """Clears what a simulated TPU kernel that failed has left behind."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@contextlib.contextmanager
+def tpu_races() -> Generator[Callable[[], bool]]:
+    """Gives a function: whether a TPU kernel simulated inside of this scope had a race that did not raise.
+
+    Newer JAX raises. Older JAX records, in an object that each kernel replaces by one of its own; so all of them
+    are kept. For one thread at a time, as the simulator itself is.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    module: Any = simulator
+    original = module.RaceDetectionState
+    made: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    module.RaceDetectionState = recorded
+    try:
+        yield lambda: any(state.races_found for state in made)
+    finally:
+        module.RaceDetectionState = original

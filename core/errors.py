@@ -154,6 +154,18 @@ class DifferentiationError(OpmuxError, TypeError):
     """A derivative was asked for that the chosen implementation has no rule for."""
 
 
+class SimulationError(OpmuxError):
+    """A kernel failed in the simulator of its device: a race, a read out of bounds, an error of its own."""
+
+    def __init__(self, kernel: str, words: str) -> None:
+        super().__init__(kernel, words)
+        self.kernel = kernel
+        self.words = words
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: failed in the simulator of its device: {self.words}"
+
+
 class OverrideScopeError(OpmuxError):
     """Scopes of `use` were left in another order than they were entered, as interleaved async tasks do."""
 

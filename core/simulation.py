@@ -1,12 +1,32 @@
-"""How a kernel is simulated: one set of options for every simulator."""
+"""How a kernel is simulated: one set of options, and one way to run, for every simulator.
+
+JAX's simulators keep the state of their device in the process and order their steps by side effects, which
+`jax.custom_vjp`, `jax.checkpoint` and programs of several devices refuse. So a simulated kernel is a program of its
+own, which the user's program calls:
+
+    user's program (any transform)        the host, one kernel at a time
+      operands ─── pure_callback ───►  run the kernel's program on a CPU client of its own
+                                       ├─ it raised, or races were recorded: clear the state, raise SimulationError
+      outputs  ◄──────────────────────  └─ outputs
+"""
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opmux.core import compat
 from opmux.core.config import Config
+from opmux.core.errors import SimulationError
 from opmux.core.request import Operands, Outputs, Request
 
 Simulate = Callable[[Any, Request, Operands, Config, "SimulatorOptions"], Outputs]
@@ -32,3 +52,86 @@ class SimulatorOptions:
     seed: int | None = None
     cores: int = 1
     tma_threads: int = 32
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """Runs kernels in one of JAX's simulators; works under every transform.
+
+    Attributes:
+      scope: Pallas kernels that are traced inside of this context are simulated.
+      reset: clears what a kernel that failed has left behind.
+      races: a context that gives a function: whether any kernel run inside had a race that was only recorded.
+    """
+
+    scope: Callable[[SimulatorOptions], AbstractContextManager[None]]
+    reset: Callable[[], None]
+    races: Callable[[], AbstractContextManager[Callable[[], bool]]]
+
+    def __call__(
+        self, kernel: Any, request: Request, operands: Operands, config: Config, options: SimulatorOptions
+    ) -> Outputs:
+        """Runs a kernel in the simulator.
+
+        An error while the kernel is traced is raised as it is. One while it runs is a `SimulationError`, which
+        inside `jax.jit` JAX turns into the text of a `jax.errors.JaxRuntimeError`.
+
+        Args:
+          kernel: the kernel, `(request, operands, config) -> outputs`.
+          request: the request.
+          operands: its canonical operands; tracers are fine.
+          config: the kernel's config.
+          options: options of the simulator.
+
+        Raises:
+          SimulationError: the simulator raised, or found a race.
+        """
+        key: Any = (self, kernel, request, config, options)
+        program = _program(*key)
+        wide = jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8  # of this thread; the host has threads of its own
+        specs = jax.eval_shape(program, request.structs())
+        if not any(spec.size for spec in specs.values()):
+            return program(dict(operands))
+
+        def host(operands: Operands) -> dict[str, np.ndarray]:
+            with _one_at_a_time, compat.simulation_device(), jax.enable_x64(wide), self.races() as raced:
+                try:
+                    found = program({name: jnp.asarray(array) for name, array in operands.items()})
+                    outputs = {name: np.asarray(array) for name, array in found.items()}
+                except Exception as error:
+                    self.reset()
+                    raise SimulationError(_name(kernel), _words(error)) from error
+                if raced():
+                    raise SimulationError(_name(kernel), "RACE DETECTED; the simulator printed where")
+                return outputs
+
+        outputs = jax.pure_callback(host, specs, dict(operands), vmap_method="sequential")
+        return {name: compat.vary_like(array, operands.values()) for name, array in outputs.items()}
+
+
+# The simulated device is one for the whole process.
+_one_at_a_time = threading.Lock()
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    simulator: Simulator, kernel: Any, request: Request, config: Config, options: SimulatorOptions
+) -> Callable[[Operands], Outputs]:
+    """The kernel as a jitted function, the same one for the same question, so that it is compiled once."""
+
+    def run(operands: Operands) -> Outputs:
+        with simulator.scope(options):
+            outputs = kernel(request, operands, config)
+        return {name: outputs[name] for name in request.wanted}
+
+    return jax.jit(run)
+
+
+def _name(kernel: Any) -> str:
+    return f"{getattr(kernel, '__module__', '')}:{getattr(kernel, '__qualname__', kernel)}"
+
+
+def _words(error: Exception) -> str:
+    """What the simulator said, without the traceback of the callback that it said it in."""
+    said = [match.end() for match in re.finditer(r"^(?:\w+\.)*\w*(?:Error|Exception): ", str(error), re.MULTILINE)]
+    return (str(error)[said[-1] :] if said else f"{type(error).__name__}: {error}").strip()
