@@ -35,13 +35,14 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class NoForwardMode:
-    """The text of the error for forward mode; looks for a way out only when it is asked for one."""
+    """The error for forward mode; looks for a way out only when it is raised."""
 
     op: str
     backend: str
     disabled: frozenset[str]
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """What is the matter, and a backend that can."""
         plugins = tables.loader.load_all(self.disabled)
         found = [(plugin.name, plugin.implementation(self.op)) for plugin in plugins]
         able = [name for name, implementation in found if implementation is not None and implementation.forward_mode]

@@ -120,7 +120,9 @@ def _runner(op: Op, choice: Choice, options: SimulatorOptions) -> Run:
     implementation = choice.implementation
 
     def run(request: Request, operands: Operands) -> Outputs:
-        kernel = implementation.load()
+        # The first call imports the kernel, while JAX traces; what its module computes then must not be traced.
+        with jax.ensure_compile_time_eval():
+            kernel = implementation.load()
         with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"):
             if choice.simulator:
                 simulate: Simulate = load_target(choice.simulator)

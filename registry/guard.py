@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.core
@@ -20,16 +20,24 @@ _reverse_only_p = Primitive("opmux_reverse_only")
 _tangent_p = Primitive("opmux_tangent")
 
 
-def reverse_only(array: jax.Array, message: Hashable) -> jax.Array:
-    """The array itself; forward-mode differentiation through it raises `DifferentiationError(str(message))`."""
+class Message(Hashable, Protocol):
+    """The text of an error, made when it is raised."""
+
+    def text(self) -> str:
+        """The text."""
+        ...
+
+
+def reverse_only(array: jax.Array, message: Message) -> jax.Array:
+    """The array itself; forward-mode differentiation through it raises `DifferentiationError`."""
     return _reverse_only_p.bind(array, message=message)
 
 
-def _identity(array: Any, *, message: Hashable) -> Any:
+def _identity(array: Any, *, message: Message) -> Any:
     return array
 
 
-def _jvp(primals: Any, tangents: Any, *, message: Hashable) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, message: Message) -> tuple[Any, Any]:
     (primal,), (tangent,) = primals, tangents
     out = _reverse_only_p.bind(primal, message=message)
     if isinstance(tangent, ad.Zero):
@@ -37,11 +45,11 @@ def _jvp(primals: Any, tangents: Any, *, message: Hashable) -> tuple[Any, Any]:
     return out, _tangent_p.bind(tangent, message=message)
 
 
-def _refuse(*_: Any, message: Hashable, **__: Any) -> Any:
-    raise DifferentiationError(str(message))
+def _refuse(*_: Any, message: Message, **__: Any) -> Any:
+    raise DifferentiationError(message.text())
 
 
-def _batch(args: Any, dims: Any, *, message: Hashable) -> tuple[Any, Any]:
+def _batch(args: Any, dims: Any, *, message: Message) -> tuple[Any, Any]:
     return _reverse_only_p.bind(args[0], message=message), dims[0]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import pluggy
 
 from opmux.core.errors import (
@@ -32,6 +33,7 @@ from opmux.core.implementation import Implementation
 from opmux.core.ops import builtin_ops
 from opmux.registry import discovery, hookspecs, validate
 from opmux.registry.discovery import Found, PluginFailure
+from opmux.registry.guard import fresh
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Loader:
         self._plugins: dict[str, Plugin] = {}
         self._failures: dict[str, PluginFailure] = {}
         self._conflicts: list[PluginFailure] = []
+        self._loading: set[str] = set()
 
     def discover(self) -> dict[str, Found]:
         """Every plugin by name, in the order of the names; imports none of them."""
@@ -86,11 +89,19 @@ class Loader:
         """
         with self._lock:
             found = self.discover().get(name)
+            if name in self._loading:  # it uses opmux while it is imported, so it is not there yet
+                return None
             if name not in self._plugins and name not in self._failures and found is not None:
-                self._load(found, strict=strict)
+                self._loading.add(name)
+                try:
+                    # The choice may be made while JAX traces; what a module computes on import must not be traced.
+                    with jax.ensure_compile_time_eval():
+                        self._load(found, strict=strict)
+                finally:
+                    self._loading.discard(name)
             failure = self._failures.get(name)
             if failure is not None and strict:
-                raise failure.error
+                raise fresh(failure.error)
             return self._plugins.get(name) or failure
 
     def load_all(self, disabled: frozenset[str], *, strict: bool = False) -> list[Plugin]:

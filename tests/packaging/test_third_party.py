@@ -95,9 +95,7 @@ def source(folder, dist, name, package, **modules):
 def site(pip, tmp_path_factory):
     """A folder with two distributions in it, one of which cannot be imported."""
     work = tmp_path_factory.mktemp("third_party")
-    good = source(
-        work / "good", "Acme.Kernels", "acme", "acme_kernels", plugin=PLUGIN, ops=OPS, kernels=KERNELS
-    )
+    good = source(work / "good", "Acme.Kernels", "acme", "acme_kernels", plugin=PLUGIN, ops=OPS, kernels=KERNELS)
     bad = source(work / "bad", "broken-kernels", "broken", "broken_kernels", plugin="import libbroken_is_missing")
     pip("install", "--no-deps", "--target", work / "site", good, bad, cwd=work)
     return work / "site"

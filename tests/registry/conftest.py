@@ -45,8 +45,7 @@ def process_with(monkeypatch):
     """
 
     def fake(*names):
-        facts = fakes.pretend(names)
-        monkeypatch.setattr(placement.devices, "from_jax", lambda device: facts[device.id])
+        monkeypatch.setattr(placement.devices, "from_jax", fakes.pretend(names))
         monkeypatch.setattr(compat, "local_devices", lambda: fakes.standing_for(names))
         monkeypatch.setattr(compat, "default_device", lambda: fakes.standing_for(names)[0])
         placement.forget()

@@ -1,6 +1,7 @@
 """Functions that users jitted themselves, and everything else that JAX caches."""
 
 import os
+import sys
 
 import fakes
 import jax
@@ -176,6 +177,15 @@ def test_a_warm_handle_traces_nothing(arguments):
     add(arguments[0], y=arguments[1])
     add(x=arguments[0], y=arguments[1])
     assert len(calls) == 2  # by name is one more signature of the same body
+
+
+def test_a_kernel_module_that_is_first_imported_under_a_trace_leaks_no_tracer():
+    sys.modules.pop("computes_on_import", None)
+    registry.register(fakes.plugin("late", registry.Implementation("add", "computes_on_import:add")))
+    add = registry.get("add", backend="late")
+    for size in range(3):
+        assert jax.jit(add)(jnp.zeros(size), jnp.zeros(size)).tolist() == [1] * size
+    assert isinstance(sys.modules["computes_on_import"].CONSTANT.tolist(), list)
 
 
 def test_disable_jit():

@@ -290,6 +290,18 @@ def test_F27_P5_a_forced_backend_imports_no_other(entry_points, monkeypatch):
     assert other.times == 1
 
 
+def test_a_plugin_that_uses_opmux_while_it_is_imported(entry_points):
+    class Eager(fakes.Point):
+        def load(self):
+            assert registry.get("add")(0.0, 0.0) == 1
+            return super().load()
+
+    point = Eager("eager", fakes.backend("eager", 2, priority={"*": 9}))
+    entry_points(point, fakes.Point("good", GOOD))
+    assert registry.get("add", backend="eager")(0.0, 0.0) == 2
+    assert (point.times, registry.failures()) == (1, [])
+
+
 def test_F27_names_are_known_without_an_import(entry_points):
     point = fakes.Point("acme", GOOD)
     loader = entry_points(point)
