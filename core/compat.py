@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+from jax._src import config
 from jax._src.core import Primitive as Primitive  # that of jax.extend.core, whose import brings Pallas
 from jax._src.core import trace_state_clean
 from jaxlib import xla_client
@@ -125,25 +126,71 @@ def reset_tpu_simulator() -> None:
     pltpu.reset_tpu_interpret_mode_state()
 
 
+def tpu_races() -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    """Gives a function: whether a TPU kernel simulated inside of this scope had a race that did not raise."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return _recorded_races(interpret_pallas_call, "RaceDetectionState")
+
+
 @contextlib.contextmanager
-def tpu_races() -> Generator[Callable[[], bool]]:
-    """Gives a function: whether a TPU kernel simulated inside of this scope had a race that did not raise.
+def _recorded_races(module: Any, state: str) -> Generator[Callable[[], bool]]:
+    """Gives a function: whether a race was recorded, by a simulator's module, inside of this scope.
 
     Newer JAX raises. Older JAX records, in an object that each kernel replaces by one of its own; so all of them
     are kept. For one thread at a time, as the simulator itself is.
     """
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    module: Any = simulator
-    original = module.RaceDetectionState
+    original = getattr(module, state)
     made: list[Any] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    module.RaceDetectionState = recorded
+    setattr(module, state, recorded)
     try:
         yield lambda: any(state.races_found for state in made)
     finally:
-        module.RaceDetectionState = original
+        setattr(module, state, original)
+
+
+def gpu_simulator(
+    *, detect_races: bool, uninitialized: str, tma_threads: int
+) -> contextlib.AbstractContextManager[None]:
+    """A scope in which `plgpu.kernel` is simulated on a GPU; a read out of bounds raises, except by TMA."""
+    # Where plgpu does not export these, they are there all the same.
+    from jax._src.pallas.mosaic_gpu.interpret import params
+
+    return params.force_gpu_interpret_mode(
+        params.InterpretGPUParams(
+            detect_races=detect_races, uninitialized_memory=uninitialized, out_of_bounds_reads="raise",
+            num_tma_threads_per_device=tma_threads,
+        )
+    )  # fmt: skip
+
+
+def in_gpu_simulator() -> bool:
+    """Whether a Pallas kernel that is traced now will be simulated on a GPU."""
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None  # of TPU and GPU alike
+
+
+def gpu_simulator_clips_tma() -> bool:
+    """Whether the simulator's TMA fills with zeros past the end of an array, and stores nothing there, as a GPU's."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return hasattr(plgpu, "InterpretGPUParams")
+
+
+def reset_gpu_simulator() -> None:
+    """Clears what a simulated GPU kernel that failed has left behind."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def gpu_races() -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    """Gives a function: whether a GPU kernel simulated inside of this scope had a race that did not raise."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    own = "GPURaceDetectionState"
+    return _recorded_races(gpu_callbacks, own if hasattr(gpu_callbacks, own) else "RaceDetectionState")
