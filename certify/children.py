@@ -42,12 +42,14 @@ class Job:
       limit: seconds after which the child is killed.
       environment: variables set in the child on top of this process's; None removes one. Jobs of the same
         environment share children.
+      group: jobs of different groups do not share a child all the same.
     """
 
     function: str
     payload: Any
     limit: float = 60.0
     environment: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class _Pool:
             return self._pending.pop(next(suits, 0))
 
     def _start(self, job: Job) -> _Child:
-        child = _Child(job.environment)
+        child = _Child(job)
         with self._lock:
             self._children.add(child)
             if self._stopped:
@@ -170,8 +172,8 @@ class _Pool:
 class _Child:
     """One child process."""
 
-    def __init__(self, environment: Mapping[str, str | None]):
-        self._environment = dict(environment)
+    def __init__(self, first: Job):
+        self._first = first
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self._answers, answers = os.pipe()
         self._buffer = b""
@@ -182,7 +184,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
-            env=_variables(environment),
+            env=_variables(first.environment),
             pass_fds=(answers,),
             start_new_session=True,
         )
@@ -190,7 +192,8 @@ class _Child:
 
     def takes(self, job: Job) -> bool:
         """Whether this child can do a job."""
-        return self._done < JOBS_PER_CHILD and dict(job.environment) == self._environment
+        same = job.group == self._first.group and job.environment == self._first.environment
+        return same and self._done < JOBS_PER_CHILD
 
     def do(self, job: Job) -> Outcome:
         """Do a job here."""

