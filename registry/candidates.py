@@ -82,7 +82,7 @@ def consider(
     info = plugin.contents.info if plugin is not None else None
     implementation = plugin.implementation(op) if plugin is not None else None
     if plugin is None or info is None or implementation is None:
-        return _turned_down(name, Rejection("no-implementation", _lacks(plugin, op))) if name in forced else None
+        return _turned_down(name, _lacks(name, plugin, op)) if name in forced else None
 
     rejections: list[Rejection] = []
     simulator = ""
@@ -127,9 +127,10 @@ def _reason(rejection: Rejection) -> Reason:
     return Reason(code=rejection.code, detail=rejection.detail, hint=rejection.hint)
 
 
-def _lacks(plugin: Plugin | None, op: str) -> str:
-    have = ", ".join(found.op for found in plugin.contents.implementations) if plugin is not None else ""
-    return f"it has no {op!r}; it has {have or 'nothing'}"
+def _lacks(name: str, plugin: Plugin | None, op: str) -> Rejection:
+    have = [found.op for found in plugin.contents.implementations] if plugin is not None else []
+    hint = f'"{have[0]}={name}" forces it for that op alone' if have else ""
+    return Rejection("no-implementation", f"it has no {op!r}; it has {', '.join(have) or 'nothing'}", hint)
 
 
 def _asked(implementation: Implementation, request: Request, device: Device) -> list[Rejection]:

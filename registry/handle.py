@@ -56,6 +56,10 @@ class OpHandle:
     def __repr__(self) -> str:
         return f"<opmux op {self._name}{self.op.signature}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A handle is what was asked for: it copies and pickles as that, and is compiled anew where it arrives."""
+        return OpHandle, (self._name, self._options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the op; see its signature."""
         wanted = policy.current()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from opmux.core.devices import Device
-from opmux.core.errors import SimulatedBackendWarning, SlowPathWarning
+from opmux.core.errors import PluginWarning, SimulatedBackendWarning, SlowPathWarning, near_matches
 
 _told: set[Any] = set()
 
@@ -43,6 +44,16 @@ def report(found: Any, device: Device) -> None:
             SlowPathWarning,
             stacklevel=2,
         )
+
+
+def nobody_to_disable(names: Iterable[str], known: Iterable[str]) -> None:
+    """Warns about plugins that OPMUX_DISABLE names and nobody has: absent on this machine, or misspelt."""
+    for name in sorted(set(names)):
+        if ("disabled", name) not in _told:
+            _told.add(("disabled", name))
+            near = near_matches(name, known)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            warnings.warn(f"OPMUX_DISABLE: no plugin is named {name!r}{meant}", PluginWarning, stacklevel=2)
 
 
 def forget() -> None:

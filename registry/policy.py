@@ -28,7 +28,7 @@ from opmux.core.compat import JaxDevice
 from opmux.core.devices import Device
 from opmux.core.errors import SettingError
 from opmux.core.simulation import SimulatorOptions
-from opmux.registry import environment, tables
+from opmux.registry import environment, notices, tables
 from opmux.registry.environment import Simulate
 from opmux.registry.settings import NOTHING, Backend, Settings, device_of
 
@@ -206,8 +206,11 @@ def _read_environment() -> None:
         tables.check(settings.rules, environment.BACKEND, disable | _process.configured.disable)
         _process.environment, _process.strict = settings, strict
         _process.publish()
-        # Last: a text that does not parse raises again at the next call.
+        # After what may raise: a text that does not parse raises again at the next call.
         _process.raw = raw
+        if disable:
+            known = tables.loader.names()
+            notices.nobody_to_disable(disable.difference(known), known)
 
 
 def configure(

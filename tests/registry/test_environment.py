@@ -8,7 +8,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opmux import registry
-from opmux.core.errors import EnvSyntaxError, OpmuxError, SettingError, UnknownBackendError, UnknownOpError
+from opmux.core.errors import (
+    EnvSyntaxError,
+    OpmuxError,
+    PluginWarning,
+    SettingError,
+    UnknownBackendError,
+    UnknownOpError,
+)
 from opmux.registry import environment
 from opmux.registry.environment import Rule, parse_rules
 
@@ -144,6 +151,15 @@ def test_E2_other_variables_say_what_is_allowed(monkeypatch, variable, value, al
             registry.get("add")(0.0, 0.0)
         assert variable in str(caught.value)
         assert isinstance(caught.value, OpmuxError | ValueError)
+
+
+def test_S1_a_plugin_to_disable_that_nobody_has_is_said_once(monkeypatch):
+    registry.register(fakes.backend("acme", 1))
+    monkeypatch.setenv("OPMUX_DISABLE", "acne")
+    with pytest.warns(PluginWarning, match="no plugin is named 'acne'; did you mean 'acme'"):
+        assert registry.get("add")(0.0, 0.0) == 1
+    monkeypatch.setenv("OPMUX_DISABLE", "acne,")
+    assert registry.get("add")(0.0, 0.0) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The functions of `opmux.registry`, and what they refuse."""
 
+import copy
 import inspect
+import pickle
 
 import fakes
 import jax.numpy as jnp
@@ -37,6 +39,15 @@ def test_get_gives_the_same_handle_for_the_same_question():
     assert registry.get("add", backend={"add": ["a"]})(0.0, 0.0) == 1
     assert registry.get("add", backend={"add": ["a"]}) is registry.get("add", backend="add=a")
     assert registry.get("add") is not registry.get("add", backend="a")
+
+
+def test_a_handle_copies_and_pickles():
+    registry.register(fakes.backend("a", 1, config=fakes.Blocks))
+    registry.register(fakes.backend("b", 2))
+    for handle in (registry.get("add", backend="b"), registry.get("add", config=fakes.Blocks(block=8), device="cpu")):
+        for copied in (copy.deepcopy({"op": handle})["op"], pickle.loads(pickle.dumps(handle))):
+            assert copied(0.0, 0.0) == handle(0.0, 0.0)
+            assert copied.explain(0.0, 0.0) == handle.explain(0.0, 0.0)
 
 
 def test_a_handle_looks_like_the_function():
