@@ -1,15 +1,18 @@
-"""`reduce`: sums, means, products and extrema over axes."""
+"""`reduce`: sums, means, products and extrema over axes.
+
+The canonical operand is a view of the argument, never a transposed copy: its odd axes are reduced and its even
+ones kept. Axes next to one another are merged, so almost every call is [A, R, B], and the result is [A, B]. Reduced
+axes that lie apart give [A, R, B, R', C] and so on.
+"""
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from opmux.core.check import Checker
 from opmux.core.errors import near_matches
@@ -79,19 +82,7 @@ def canonicalize(
         raise check.error("x", f"shape {x.shape}, empty along axis {empty[0]}", f"a non-empty axis for a {known}")
     acc, out_dtype = _dtypes(check, known, np.dtype(x.dtype), dtype)
 
-    kept = [number for number in range(x.ndim) if number not in axes]
-    # Axes of length 1 have no place in memory: the others alone decide whether a reshape is enough.
-    long = [number for number in axes if x.shape[number] != 1]
-    if long and any(long[0] < number < long[-1] and x.shape[number] != 1 for number in kept):
-        canonical = lax.transpose(x, (*kept, *axes))
-        before, after = kept, []
-    else:
-        canonical = x
-        first = long[0] if long else x.ndim
-        before = [number for number in kept if number < first]
-        after = [number for number in kept if number > first]
-    A, R, B = (math.prod(x.shape[number] for number in group) for group in (before, axes, after))
-    operands: dict[str, Any] = {"x": canonical.reshape(A, R, B)}
+    operands: dict[str, Any] = {"x": x.reshape(_alternating(x.shape, axes))}
     shape = tuple(
         1 if number in axes else size for number, size in enumerate(x.shape) if keepdims or number not in axes
     )
@@ -100,6 +91,22 @@ def canonicalize(
         return outputs["out"].reshape(shape)
 
     return Call(make_request("reduce", operands, ReduceParams(known, acc, out_dtype), ("out",)), operands, finish)
+
+
+def _alternating(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with runs of neighbouring axes merged, so that kept and reduced axes take turns.
+
+    The first and the last axis are kept ones. Axes of length 1 have no place in memory and part no run.
+    """
+    sizes = [1]
+    for number, size in enumerate(shape):
+        if size != 1:
+            at_reduced = len(sizes) % 2 == 0
+            if at_reduced != (number in axes):
+                sizes.append(1)
+            sizes[-1] *= size
+    sizes += [1, 1] if len(sizes) == 1 else [1] * (len(sizes) % 2 == 0)
+    return tuple(sizes)
 
 
 def _kind(check: Checker, kind: Any) -> Kind:
@@ -169,23 +176,28 @@ def _widened(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def reduced_axes(rank: int) -> tuple[int, ...]:
+    """The axes that a canonical reduction reduces: the odd ones."""
+    return tuple(range(1, rank, 2))
+
+
 def outputs(request: Request) -> dict[str, ArraySpec]:
-    """`out` [A, B] for an `x` of [A, R, B]."""
-    A, _, B = request["x"].shape
-    return {"out": ArraySpec((A, B), request.params.dtype)}
+    """`out` [A, B, ...] for an `x` of [A, R, B, ...]."""
+    return {"out": ArraySpec(request["x"].shape[::2], request.params.dtype)}
 
 
 def reference(request: Request, operands: Operands) -> Outputs:
-    """The specification: the middle axis reduced by `jax.numpy`."""
+    """The specification: the odd axes reduced by `jax.numpy`."""
     params: ReduceParams = request.params
     x = operands["x"]
+    axes = reduced_axes(x.ndim)
     if params.kind == "max":
-        out = jnp.max(x, axis=1)
+        out = jnp.max(x, axis=axes)
     elif params.kind == "min":
-        out = jnp.min(x, axis=1)
+        out = jnp.min(x, axis=axes)
     else:
         accumulate = {"sum": jnp.sum, "mean": jnp.mean, "prod": jnp.prod}[params.kind]
-        out = accumulate(x, axis=1, dtype=params.acc)
+        out = accumulate(x, axis=axes, dtype=params.acc)
     return {"out": out.astype(params.dtype)}
 
 

@@ -35,24 +35,23 @@ class MatmulConfig(Config):
       block_batch: batch elements in one block. Blocks span whole trailing batch axes first.
     """
 
-    block_m: int = Field(default=4096, gt=0)
-    block_n: int = Field(default=4096, gt=0)
-    block_k: int = Field(default=8192, gt=0)
-    block_batch: int = Field(default=4096, gt=0)
+    block_m: int = Field(default=1 << 26, gt=0)
+    block_n: int = Field(default=1 << 26, gt=0)
+    block_k: int = Field(default=1 << 26, gt=0)
+    block_batch: int = Field(default=1 << 26, gt=0)
 
 
 class ReduceConfig(Config):
-    """Blocks of a reduction of [A, R, B] over R. Each is a maximum: blocks along an axis are made equally long.
+    """Blocks of a reduction. Blocks span whole trailing axes first.
 
     Attributes:
-      block_a: elements of A in one block.
-      block_r: elements of R in one block; partial results are kept in an accumulator between blocks.
-      block_b: elements of B in one block.
+      block_kept: most elements of the result in one block.
+      block_reduced: most elements reduced to one in one block; partial results are kept in an accumulator between
+        blocks.
     """
 
-    block_a: int = Field(default=1 << 26, gt=0)
-    block_r: int = Field(default=1 << 26, gt=0)
-    block_b: int = Field(default=1 << 26, gt=0)
+    block_kept: int = Field(default=1 << 26, gt=0)
+    block_reduced: int = Field(default=1 << 26, gt=0)
 
 
 def supports(request: Request, device: Device) -> list[Rejection]:

@@ -55,10 +55,10 @@ def matmul_vjp(request: Request, operands: Operands, config: Config) -> Outputs:
     cotangents: Outputs = {}
     if "a" in request.wanted:
         over = _broadcast_axes(a, d_out)
-        cotangents["a"] = multiply(_fold(d_out, over, -1), _fold(b, over, -1).mT, a.dtype)
+        cotangents["a"] = multiply(_fold(d_out, over, -1), _fold(b, over, -1), a.dtype, b_transposed=True)
     if "b" in request.wanted:
         over = _broadcast_axes(b, d_out)
-        cotangents["b"] = multiply(_fold(a, over, -2).mT, _fold(d_out, over, -2), b.dtype)
+        cotangents["b"] = multiply(_fold(a, over, -2), _fold(d_out, over, -2), b.dtype, a_transposed=True)
     return cotangents
 
 
@@ -78,9 +78,20 @@ def _fold(x: jax.Array, axes: list[int], into: int) -> jax.Array:
     return lax.transpose(x, order).reshape(shape)
 
 
-def _product(a: jax.Array, b: jax.Array, dtype: Any, params: MatmulParams, config: MatmulConfig) -> jax.Array:
-    """The product of [*Ba, M, K] and [*Bb, K, N] in `dtype`."""
-    M, K, N = *a.shape[-2:], b.shape[-1]
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+    dtype: Any,
+    params: MatmulParams,
+    config: MatmulConfig,
+    *,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+) -> jax.Array:
+    """The product of [*Ba, M, K] and [*Bb, K, N] in `dtype`; a transposed operand has its last two axes swapped."""
+    # Blocks are transposed in the kernel: outside of it XLA would choose a product before it knows of the transpose.
+    M, K = a.shape[-2:][:: -1 if a_transposed else 1]
+    N = b.shape[-2 if b_transposed else -1]
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*batch, M, N)
     if 0 in (*shape, K):
@@ -91,28 +102,37 @@ def _product(a: jax.Array, b: jax.Array, dtype: Any, params: MatmulParams, confi
     m, n, k = even_block(M, config.block_m), even_block(N, config.block_n), even_block(K, config.block_k)
     blocks = trailing_blocks(batch, config.block_batch)
     steps = pl.cdiv(K, k)
-    acc = sum_dtype(accumulator(np.dtype(dtype)))
-    if jnp.issubdtype(common, jnp.inexact):
-        acc = np.dtype(jnp.promote_types(acc, accumulator(np.dtype(common))))
+    acc = sum_dtype(np.dtype(dtype))
+    if jnp.issubdtype(common, jnp.inexact) and (steps > 1 or common != acc):
+        # One product in 16 bits is rounded once, by XLA. Several need a wider sum between them.
+        acc = np.dtype(jnp.promote_types(accumulator(acc), accumulator(np.dtype(common))))
 
-    def spec(sizes: tuple[int, ...], rows: int, columns: int, place: Any) -> pl.BlockSpec:
+    def spec(sizes: tuple[int, ...], last: tuple[int, int], place: Any, swap: bool = False) -> pl.BlockSpec:
+        turn = -1 if swap else 1
         whole = [size == full for size, full in zip(sizes, batch, strict=True)]
         block = tuple(length if kept else 1 for length, kept in zip(blocks, whole, strict=True))
 
         def index(*at: Any) -> Any:
             leading = (number if kept else 0 for number, kept in zip(at, whole, strict=False))
-            return (*leading, *place(*at[-3:]))
+            return (*leading, *place(*at[-3:])[::turn])
 
-        return pl.BlockSpec((*block, rows, columns), index)
+        return pl.BlockSpec((*block, *last[::turn]), index)
 
     return pl.pallas_call(
-        functools.partial(_matmul_kernel, precision=params.precision, acc=acc, length=K, steps=steps),
+        functools.partial(
+            _matmul_kernel,
+            transposed=(a_transposed, b_transposed),
+            precision=params.precision,
+            acc=acc,
+            length=K,
+            steps=steps,
+        ),
         grid=(*map(pl.cdiv, batch, blocks), pl.cdiv(M, m), pl.cdiv(N, n), steps),
         in_specs=[
-            spec(a.shape[:-2], m, k, lambda i, j, s: (i, s)),
-            spec(b.shape[:-2], k, n, lambda i, j, s: (s, j)),
+            spec(a.shape[:-2], (m, k), lambda i, j, s: (i, s), a_transposed),
+            spec(b.shape[:-2], (k, n), lambda i, j, s: (s, j), b_transposed),
         ],
-        out_specs=spec(batch, m, n, lambda i, j, s: (i, j)),
+        out_specs=spec(batch, (m, n), lambda i, j, s: (i, j)),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         scratch_shapes=[pl.MemorySpace.ANY((*blocks, m, n), acc)] if steps > 1 else [],
         interpret=True,
@@ -121,18 +141,26 @@ def _product(a: jax.Array, b: jax.Array, dtype: Any, params: MatmulParams, confi
 
 
 def _matmul_kernel(
-    a_ref: Any, b_ref: Any, out_ref: Any, *scratch: Any, precision: Precision, acc: Any, length: int, steps: int
+    a_ref: Any,
+    b_ref: Any,
+    out_ref: Any,
+    *scratch: Any,
+    transposed: tuple[bool, bool],
+    precision: Precision,
+    acc: np.dtype[Any],
+    length: int,
+    steps: int,
 ) -> None:
-    k = a_ref.shape[-1]
     step = pl.program_id(len(out_ref.shape))
 
     # Load one block of each operand. Past the end of K they hold whatever was there, which must not join.
-    a, b = a_ref[...], b_ref[...]
+    a, b = (ref[...].mT if swap else ref[...] for ref, swap in zip((a_ref, b_ref), transposed, strict=True))
+    k = a.shape[-1]
     if length % k:
         a = jnp.where(step * k + lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1) < length, a, 0)
         b = jnp.where(step * k + lax.broadcasted_iota(jnp.int32, b.shape, b.ndim - 2) < length, b, 0)
 
-    # Multiply them. XLA's CPU backend lacks some 16-bit products with a float32 result, and would convert anyway.
+    # Multiply them. XLA's CPU backend lacks some 16-bit products with a float32 result, which it would convert anyway.
     if jnp.issubdtype(a.dtype, jnp.inexact):
         a, b = a.astype(acc), b.astype(acc)
     partial = dot(a, b, precision, acc)
