@@ -151,7 +151,8 @@ def _states(added: jax.Array, decay: Exponents, h0: jax.Array, table: RowTable |
         return state + added
 
     if table is None:
-        ht, h = lax.scan(lambda state, row: (advance(state, *row), state), h0, (factors, added))
+        start = _varying_like(h0, [*factors, added])
+        ht, h = lax.scan(lambda state, row: (advance(state, *row), state), start, (factors, added))
         return h, ht
 
     row = jnp.arange(table.sequence.shape[0], dtype=jnp.int32)
@@ -162,9 +163,18 @@ def _states(added: jax.Array, decay: Exponents, h0: jax.Array, table: RowTable |
         state = jnp.where(opens, initial, state)
         return advance(state, factors, added), state
 
-    _, h = lax.scan(step, jnp.zeros_like(added[0]), (opens, h0[table.sequence], factors, added))
+    initial = h0[table.sequence]
+    start = _varying_like(jnp.zeros_like(added[0]), [*factors, added, initial, opens])
+    _, h = lax.scan(step, start, (opens, initial, factors, added))
     last = table.first_row[1:] - 1
     final = advance(h[last, 0], [factor[last, 0] for factor in factors], added[last, 0])
     empty = (table.first_row[1:] == table.first_row[:-1])[:, None, None, None]
     used = (table.length > 0)[:, None, None, None, None]
     return jnp.where(used, h, 0), jnp.where(empty, h0, final)
+
+
+def _varying_like(state: jax.Array, rows: list[jax.Array]) -> jax.Array:
+    """The state, as one that varies over a mesh wherever the rows do: `shard_map` asks that of a carry."""
+    for row in rows:
+        state = jnp.where(True, state, row[0])
+    return state

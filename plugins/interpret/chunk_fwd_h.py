@@ -43,13 +43,13 @@ def chunk_fwd_h(request: Request, operands: Operands, config: ChunkFwdHConfig) -
         inputs["h0"] = operands["h0"]
 
     def kernel(refs: dict[str, Any], h_ref: Any, ht_ref: Any) -> None:
-        step = pl.program_id(4)
+        batch, step = pl.program_id(0), pl.program_id(4)
 
         @pl.when(step == 0)
         def start() -> None:
             ht_ref[...] = refs["h0"][...] if "h0" in refs else jnp.zeros(ht_ref.shape, ht_ref.dtype)
 
-        lengths = blocks.lengths(refs, step)
+        lengths = blocks.lengths(refs, batch, step)
         rows = blocks.rows(refs, lengths, ht_ref.dtype)
         gates = {name: rows[name] for name in GATES if name in rows}
         decay = exponents(gates, lengths, params.span, params.chunk, params.raw, blocks.full)

@@ -69,8 +69,9 @@ class Blocks:
     @cached_property
     def full(self) -> bool:
         """Whether every row of every block holds `span` tokens."""
-        T = self.request["k"].shape[1]
-        return not self.packed and T % self.params.span == 0 and self.params.num_splits % self.bs == 0
+        B, T = self.request["k"].shape[:2]
+        whole = T % self.params.span == 0 and self.params.num_splits % self.bs == 0 and B % self.bb == 0
+        return whole and not self.packed
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
@@ -97,12 +98,15 @@ class Blocks:
         """The block of splits of a step."""
         return self.grid[4] - 1 - step if self.reverse else step
 
-    def lengths(self, refs: Mapping[str, Any], step: Any) -> jax.Array:
-        """Valid tokens of the rows of a block, [bb, bs]; 0 past the last row."""
+    def lengths(self, refs: Mapping[str, Any], batch: Any, step: Any) -> jax.Array:
+        """Valid tokens of the rows of a block, [bb, bs]; 0 past the last row and the last batch element."""
+        B, T = self.request["k"].shape[:2]
+        element = batch * self.bb + lax.broadcasted_iota(jnp.int32, (self.bb, self.bs), 0)
         split = self.split_block(step) * self.bs + lax.broadcasted_iota(jnp.int32, (self.bb, self.bs), 1)
+        inside = (element < B) & (split < self.params.num_splits)
         if self.packed:
-            return jnp.where(split < self.params.num_splits, refs["lengths"][...], 0)
-        return jnp.clip(self.request["k"].shape[1] - split * self.params.span, 0, self.params.span)
+            return jnp.where(inside, refs["lengths"][...], 0)
+        return jnp.where(inside, jnp.clip(T - split * self.params.span, 0, self.params.span), 0)
 
     def rows(self, refs: Mapping[str, Any], lengths: jax.Array, dtype: Any) -> dict[str, jax.Array]:
         """Keys, values and gates of a block as [bb, bs, span, bh, ...]; keys and values are 0 past a row's end."""

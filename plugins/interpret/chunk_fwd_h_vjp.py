@@ -61,16 +61,21 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: ChunkFwdHVjpCo
         shapes["d_gamma"] = jax.ShapeDtypeStruct((blocks.grid[0], *request["g_gamma"].shape), acc)
 
     def kernel(refs: dict[str, Any], out: dict[str, Any]) -> None:
-        step = pl.program_id(4)
+        batch, step = pl.program_id(0), pl.program_id(4)
+        lengths = blocks.lengths(refs, batch, step)
+        used = (lengths > 0)[:, :, None, None, None]
 
         @pl.when(step == 0)
         def start() -> None:
             d_h0 = out["h0"]
-            d_h0[...] = refs["d_ht"][...].astype(acc) if "d_ht" in refs else jnp.zeros(d_h0.shape, acc)
+            d_h0[...] = jnp.zeros(d_h0.shape, acc)
+            if "d_ht" in refs:
+                # The constant gate sums over the batch, so what lies past its end must not enter.
+                known = True if blocks.packed else used.any(1)
+                d_h0[...] = jnp.where(known, refs["d_ht"][...], 0)
             if "d_gamma" in out:
                 out["d_gamma"][...] = jnp.zeros(out["d_gamma"].shape, acc)
 
-        lengths = blocks.lengths(refs, step)
         rows = blocks.rows(refs, lengths, acc)
 
         def exponents_of(gates: dict[str, jax.Array]) -> Exponents:
@@ -78,7 +83,6 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: ChunkFwdHVjpCo
 
         decay, pull_gates = jax.vjp(exponents_of, {name: rows[name] for name in GATES if name in rows})
         factors = [jnp.exp(e) for e in (decay.state_k, decay.state_v) if e is not None]
-        used = (lengths > 0)[:, :, None, None, None]
         d_h = jnp.where(used, refs["d_h"][...].astype(acc), 0) if "d_h" in refs else None
 
         def retreat(i: jax.Array, d_after: jax.Array) -> jax.Array:
