@@ -15,12 +15,14 @@ class PallasCall:
     """One kernel of a program.
 
     Attributes:
+      name: what the kernel is called.
       equation: its equation in the program's jaxpr.
       steps: grid points; None if the grid is not static.
       data_dependent: whether branches or loop bounds inside depend on scalars that are data: the compiler's cycle
         estimate, which knows no data, means nothing then.
     """
 
+    name: str
     equation: Any
     steps: int | None
     data_dependent: bool
@@ -31,6 +33,7 @@ class PallasCall:
         def function(*operands: Any) -> Any:
             return self.equation.primitive.bind(*operands, **self.equation.params)
 
+        function.__name__ = self.name  # dumps are named after it
         avals = [variable.aval for variable in self.equation.invars]
         return function, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in avals]
 
@@ -43,7 +46,8 @@ def pallas_calls(jaxpr: Any) -> Iterator[PallasCall]:
             static = all(isinstance(size, int) for size in grid)
             inner = equation.params["jaxpr"]
             scalars = [_in_smem(variable) for variable in inner.invars]
-            yield PallasCall(equation, math.prod(grid) if static else None, _branches_on(inner, scalars))
+            steps = math.prod(grid) if static else None
+            yield PallasCall(str(equation.params["name"]), equation, steps, _branches_on(inner, scalars))
         else:
             for inner in _inner(equation):
                 yield from pallas_calls(inner)

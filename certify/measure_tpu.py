@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _FILE = re.compile(r"\d+-(?P<op>.+)-\d+-(?P<kind>final_bundles|final_hlo-static\S*|post-delay-converter)\.txt")
 _KINDS = {"final_bundles": "llo", "post-delay-converter": "allocations"}
@@ -82,6 +82,17 @@ def _slots(text: str) -> tuple[list[str], list[list[int]]]:
     units = [name.strip() for name in header.split(",")]
     rows = [[int(count) for count in line.split()] for line in lines if re.fullmatch(r"(\d+ )+\d+ ?", line)]
     return [_UNITS.get(unit, unit.lower()) for unit in units], rows
+
+
+def bundle_cycles(found: Mapping[str, float], steps: int | None) -> dict[str, float]:
+    """`bundle_cycles`: bundles times how often the grid runs them, where the grid is the only loop.
+
+    A lower bound on cycles where no branch skips bundles: waits for copies are not in it.
+    """
+    if steps is None or "bundles@2" in found:
+        return {}
+    inside = found.get("bundles@1", 0.0)
+    return {"bundle_cycles": found["bundles"] - inside + inside * steps}
 
 
 def estimated_cycles(profile: str) -> float:

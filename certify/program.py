@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from opmux import registry
@@ -15,7 +16,7 @@ from opmux.certify import targets
 from opmux.certify.job import CompileJob, abstract
 from opmux.core.config import Config
 from opmux.core.op import Op, backward_request
-from opmux.core.request import Request
+from opmux.core.request import Request, short_dtype
 from opmux.registry import candidates, policy
 
 
@@ -86,6 +87,13 @@ def request(op: Op, job: CompileJob) -> Request:
 def operands(asked: Request, sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The operands of a request as abstract arrays on a device."""
     return {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for name, s in asked.structs().items()}
+
+
+def format_of(asked: Request) -> str:
+    """The dtype that decides the peak rate: that of the first floating operand, or of the first of all."""
+    dtypes = [spec.dtype for _, spec in asked.operands]
+    floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return short_dtype((floating or dtypes)[0])
 
 
 def _register(module: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opmux.certify.results import Estimate
+from opmux.certify import targets
+from opmux.certify.results import CompileResult, Estimate
 from opmux.core.devices import Device
 
 
@@ -33,6 +34,23 @@ def estimate(device: Device, *, flops: float, hbm_bytes: float, dtype: Any, cycl
         compute_seconds=parts["compute"],
         schedule_seconds=parts["schedule"],
     )
+
+
+def with_estimate(result: CompileResult, dtype: str) -> CompileResult:
+    """A result with its estimate.
+
+    The cycles are the compiler's estimate of every kernel, or what its bundles come to where it gives none; none at
+    all if a kernel has neither.
+    """
+    figures = [kernel.figures for kernel in result.kernels]
+    if dtype == "f32" and any(each.get("wgmma") for each in figures):
+        dtype = "tf32"  # no tensor core multiplies float32 unrounded
+    cycles = [each.get("estimated_cycles") or each.get("bundle_cycles", 0.0) for each in figures]
+    found = estimate(
+        targets.target(result.target).device, flops=result.flops, hbm_bytes=result.hbm_bytes, dtype=dtype,
+        cycles=sum(cycles) if all(cycles) else 0.0,
+    )  # fmt: skip
+    return result.model_copy(update={"estimate": found})
 
 
 def clock(device: Device) -> float:
