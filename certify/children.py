@@ -270,12 +270,15 @@ def _death(code: int) -> str:
 
 
 _FATAL = re.compile(r"^(F\d{4} |LLVM ERROR|.*(CHECK failure|Check fail|terminate called|Assertion .* failed))")
-_NOISE = re.compile(r"^(\s*@|\s*0x|\*\*\*|PC: |[IWE]\d{4} |Fatal Python error|Extension modules|  File )")
+_NOISE = re.compile(
+    r"^(\s*@|\s*0x|\*\*\*|PC: |[IWE]\d{4} |=== Source|third_party/|\)$|https?://symbolize|Fatal Python error"
+    r"|Extension modules|  File )"
+)
 
 
 def last_words(log: str, lines: int = 12) -> str:
     """What a process said when it died: from its fatal message on, without stack frames."""
-    said = [line.rstrip() for line in log.splitlines() if line.strip()]
+    said = [line.rstrip()[:400] for line in log.splitlines() if line.strip()]
     fatal = next((n for n, line in enumerate(said) if _FATAL.match(line)), None)
     if fatal is None:
         kept = [line for line in said if not _NOISE.match(line)][-lines:]

@@ -49,11 +49,11 @@ def pallas_calls(jaxpr: Any) -> Iterator[PallasCall]:
             steps = math.prod(grid) if static else None
             yield PallasCall(str(equation.params["name"]), equation, steps, _branches_on(inner, scalars))
         else:
-            for inner in _inner(equation):
+            for inner in inner_jaxprs(equation):
                 yield from pallas_calls(inner)
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """Jaxprs among the parameters of an equation."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -82,7 +82,7 @@ def _branches_on(jaxpr: Any, marked: Sequence[bool]) -> bool:
         ):
             return True
         operands = marks[1:] if name == "cond" else marks
-        for inner in _inner(equation):
+        for inner in inner_jaxprs(equation):
             # Where operands and inner variables are not one to one, anything marked marks them all.
             inside = operands if len(operands) == len(inner.invars) else [True] * len(inner.invars)
             if _branches_on(inner, inside):

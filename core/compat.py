@@ -80,6 +80,23 @@ def mesh_device() -> Any | None:
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
+def traced_for(kind: str, platform: str, cores: int) -> contextlib.AbstractContextManager[Any]:
+    """A scope in which kernels are traced for a device that is not there.
+
+    Pallas asks the mesh what device it traces for, for index arithmetic of TPU kernels (`//`, `%`) among others,
+    and takes the default device where there is no mesh.
+
+    Args:
+      kind: what `jax.Device.device_kind` prints for the device.
+      platform: JAX platform of the device.
+      cores: cores of the device.
+    """
+    device = jax.sharding.AbstractDevice(kind, cores, "gpu" if platform in ("cuda", "rocm") else platform)
+    # Auto axes, since arrays that are traced inside belong to no mesh.
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("device",), auto, abstract_device=device))
+
+
 def varying_axes(arrays: Iterable[Any]) -> frozenset[str]:
     """Axes of a `shard_map` over which any of the arrays is known to vary."""
     kinds = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
