@@ -8,20 +8,16 @@ Forward alone, and forward with the gradients of every operand. Ratios are to th
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from side_by_side import Timing, save, side_by_side, table, temporary_bytes
 
 from opmux import registry
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from side_by_side import Timing, save, side_by_side, table, temporary_bytes
 
 BACKENDS = ("xla", "interpret")
 PACKED = (0, 1000, 1010, 1010, 3000, 4096)
@@ -79,9 +75,7 @@ def measure(rounds: int, seconds: float) -> list[Timing]:
         for what, jitted in functions(options).items():
             thunks = {backend: lambda f=f, arrays=arrays: f(arrays) for backend, f in jitted.items()}
             rows = side_by_side(f"{name}: {what}", thunks, rounds=rounds, seconds=seconds)
-            timings += [
-                Timing(**{**vars(row), "temporary_bytes": temporary_bytes(jitted[row.name], arrays)}) for row in rows
-            ]
+            timings += [replace(row, temporary_bytes=temporary_bytes(jitted[row.name], arrays)) for row in rows]
     return timings
 
 
