@@ -1,6 +1,6 @@
 """The dense ops on a CPU: the interpreted kernels and the reference path against jitted plain `jnp`.
 
-    python benchmarks/dense_cpu.py [--only add,matmul,matmul_grad,reduce,trace] [--rounds 15] [--json timings.json]
+    python benchmarks/dense_cpu.py [--only add,matmul,matmul_grad,reduce,vmap,trace] [--rounds 15] [--json timings.json]
 
 `trace` times tracing alone, of the op through a handle against the bare `jnp` function.
 """
@@ -68,19 +68,29 @@ def reductions() -> Iterator[Row]:
     yield "reduce sum bfloat16 1024²", jnp.sum, "reduce", {"axis": 1}, (half,)
 
 
-GROUPS = {"add": adds, "matmul": matmuls, "reduce": reductions}
+def batches() -> Iterator[Row]:
+    x, y = array(64, 128, 128), array(64, 128, 128)
+    for name, plain, options, arrays in (
+        ("add", jnp.add, {}, (x, y)),
+        ("matmul", jnp.matmul, {}, (x, y)),
+        ("reduce", jnp.sum, {"axis": 1}, (x,)),
+    ):
+        yield f"vmap {name} 64 x 128²", plain, name, options, arrays
+
+
+GROUPS = {"add": adds, "matmul": matmuls, "reduce": reductions, "vmap": batches}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="add,matmul,matmul_grad,reduce,trace", help="groups to run")
+    parser.add_argument("--only", default="add,matmul,matmul_grad,reduce,vmap,trace", help="groups to run")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="where to write the timings")
     options = parser.parse_args()
     timings: list[Timing] = []
     for group in options.only.split(","):
         if group == "trace":
-            rows = [row for of in GROUPS.values() for row in list(of())[:1]]
+            rows = [row for of in GROUPS.values() for row in list(of())[:1] if of is not batches]
         else:
             rows = list(matmuls() if group == "matmul_grad" else GROUPS[group]())
         for row in rows:
@@ -106,6 +116,8 @@ def measure(row: Row, group: str, rounds: int) -> list[Timing]:
     if group == "trace":
         calls = {key: lambda function=function: trace(function, arrays) for key, function in functions.items()}
         return side_by_side(f"trace {op}", calls, rounds=rounds, inner=20)
+    if group == "vmap":
+        functions = {key: jax.vmap(function) for key, function in functions.items()}
     compiled = {key: jax.jit(function) for key, function in functions.items()}
     calls = {key: lambda run=run: run(*arrays) for key, run in compiled.items()}
     work = max(leaf.size for leaf in arrays) * (arrays[0].shape[-1] if op == "matmul" else 1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from opmux.core.config import Config
-from opmux.core.ops.add import outputs
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.dense_config import AddConfig, trailing_blocks
+from opmux.plugins.interpret.leading_batch import leading_batch
 
 
 def add(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -22,16 +25,22 @@ def add(request: Request, operands: Operands, config: Config) -> Outputs:
       operands: `x` and `y`, of one rank and dtype, each axis of equal length or 1.
       config: an `AddConfig`.
     """
-    out = outputs(request)["out"]
-    if not out.size:
+    block_size = cast(AddConfig, config).block_size
+    run = leading_batch(functools.partial(_sum, block_size=block_size))
+    return {"out": run(operands["x"], operands["y"])}
+
+
+def _sum(x: jax.Array, y: jax.Array, block_size: int) -> jax.Array:
+    """The sum of two arrays of one rank and dtype."""
+    out_shape = np.broadcast_shapes(x.shape, y.shape)
+    if 0 in out_shape:
         # Pallas has no grid over nothing.
-        return {"out": jnp.zeros(out.shape, out.dtype)}
-    x, y = operands["x"], operands["y"]
+        return jnp.zeros(out_shape, x.dtype)
     # Axes that both operands have in full, or that the same one broadcasts along, are one axis in memory.
     groups = _groups(x.shape, y.shape)
     x, y = (array.reshape([_length(array.shape, group) for group in groups]) for array in (x, y))
-    shape = tuple(_length(out.shape, group) for group in groups)
-    block = trailing_blocks(shape, cast(AddConfig, config).block_size)
+    shape = tuple(_length(out_shape, group) for group in groups)
+    block = trailing_blocks(shape, block_size)
 
     def spec(sizes: tuple[int, ...]) -> pl.BlockSpec:
         whole = [size == full for size, full in zip(sizes, shape, strict=True)]
@@ -40,16 +49,16 @@ def add(request: Request, operands: Operands, config: Config) -> Outputs:
             lambda *at: tuple(number if kept else 0 for number, kept in zip(at, whole, strict=True)),
         )
 
-    result = pl.pallas_call(
+    out = pl.pallas_call(
         _add_kernel,
-        grid=tuple(pl.cdiv(size, length) for size, length in zip(shape, block, strict=True)),
+        grid=tuple(map(pl.cdiv, shape, block)),
         in_specs=[spec(x.shape), spec(y.shape)],
         out_specs=spec(shape),
-        out_shape=jax.ShapeDtypeStruct(shape, out.dtype),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         interpret=True,
         name="add",
     )(x, y)
-    return {"out": result.reshape(out.shape)}
+    return out.reshape(out_shape)
 
 
 def _add_kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
@@ -72,7 +81,4 @@ def _groups(x: tuple[int, ...], y: tuple[int, ...]) -> list[list[int]]:
 
 
 def _length(shape: tuple[int, ...], group: list[int]) -> int:
-    length = 1
-    for axis in group:
-        length *= shape[axis]
-    return length
+    return math.prod(shape[axis] for axis in group)

@@ -28,6 +28,7 @@ from opmux.core.ops.dense import accumulator
 from opmux.core.ops.matmul import MatmulParams, Precision, dot, outputs, sum_dtype
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.dense_config import MatmulConfig, even_block, trailing_blocks
+from opmux.plugins.interpret.leading_batch import leading_batch
 
 
 def matmul(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -89,6 +90,27 @@ def _product(
     b_transposed: bool = False,
 ) -> jax.Array:
     """The product of [*Ba, M, K] and [*Bb, K, N] in `dtype`; a transposed operand has its last two axes swapped."""
+    run = functools.partial(
+        _blocked_product,
+        dtype=np.dtype(dtype),
+        params=params,
+        config=config,
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+    )
+    return leading_batch(run)(a, b)
+
+
+def _blocked_product(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    dtype: np.dtype[Any],
+    params: MatmulParams,
+    config: MatmulConfig,
+    a_transposed: bool,
+    b_transposed: bool,
+) -> jax.Array:
     # Blocks are transposed in the kernel: outside of it XLA would choose a product before it knows of the transpose.
     M, K = a.shape[-2:][:: -1 if a_transposed else 1]
     N = b.shape[-2 if b_transposed else -1]
@@ -102,7 +124,7 @@ def _product(
     m, n, k = even_block(M, config.block_m), even_block(N, config.block_n), even_block(K, config.block_k)
     blocks = trailing_blocks(batch, config.block_batch)
     steps = pl.cdiv(K, k)
-    acc = sum_dtype(np.dtype(dtype))
+    acc = sum_dtype(dtype)
     if jnp.issubdtype(common, jnp.inexact) and (steps > 1 or common != acc):
         # One product in 16 bits is rounded once, by XLA. Several need a wider sum between them.
         acc = np.dtype(jnp.promote_types(accumulator(acc), accumulator(np.dtype(common))))

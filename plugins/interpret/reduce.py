@@ -24,6 +24,7 @@ from opmux.core.ops.dense import accumulator
 from opmux.core.ops.reduce import ReduceParams, reduced_axes
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.interpret.dense_config import ReduceConfig, trailing_blocks
+from opmux.plugins.interpret.leading_batch import leading_batch
 
 # The dtype is repeated because jnp would widen short integers.
 _REDUCERS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -43,9 +44,19 @@ def reduce(request: Request, operands: Operands, config: Config) -> Outputs:
       operands: `x`, [A, R, B] or with more pairs of a reduced and a kept axis.
       config: a `ReduceConfig`.
     """
-    params: ReduceParams = request.params
-    config = cast(ReduceConfig, config)
     x = operands["x"]
+    rank = x.ndim
+
+    def run(x: jax.Array) -> jax.Array:
+        # A batch of reductions is one reduction with a longer first axis.
+        batch, one = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
+        out = _reduce(x.reshape(math.prod(batch) * one[0], *one[1:]), request.params, cast(ReduceConfig, config))
+        return out.reshape(*batch, *one[::2])
+
+    return {"out": leading_batch(run)(x)}
+
+
+def _reduce(x: jax.Array, params: ReduceParams, config: ReduceConfig) -> jax.Array:
     kept, reduced = x.shape[::2], x.shape[1::2]
     acc = accumulator(params.acc)
     kind = "sum" if params.kind == "mean" else params.kind
@@ -54,12 +65,12 @@ def reduce(request: Request, operands: Operands, config: Config) -> Outputs:
     finish = functools.partial(_finish, params=params, acc=acc, count=math.prod(reduced))
     if not x.size:
         # Pallas has no grid over nothing; and nothing reduces to the identity.
-        return {"out": finish(jnp.full(kept, _identity(kind, acc), acc))}
+        return finish(jnp.full(kept, _identity(kind, acc), acc))
 
     kept_block = trailing_blocks(kept, config.block_kept)
     reduced_block = trailing_blocks(reduced, config.block_reduced)
     steps = tuple(map(pl.cdiv, reduced, reduced_block))
-    out = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_reduce_kernel, kind=kind, acc=acc, lengths=reduced, steps=steps, finish=finish),
         grid=(*map(pl.cdiv, kept, kept_block), *steps),
         in_specs=[
@@ -73,7 +84,6 @@ def reduce(request: Request, operands: Operands, config: Config) -> Outputs:
         interpret=True,
         name="reduce",
     )(x)
-    return {"out": out}
 
 
 def _take_turns(kept: tuple[Any, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:

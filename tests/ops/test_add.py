@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,16 @@ def test_any_shape_and_block(axes, block_size):
     y = rng.standard_normal([1 if who == "x" else size for size, who in axes]).astype(np.float32)
     run = registry.get("add", backend="interpret", config=AddConfig(block_size=block_size))
     np.testing.assert_array_equal(run(x, y), x + y)
+
+
+@pytest.mark.parametrize(("op", "options"), [("add", {}), ("matmul", {}), ("reduce", {"axis": 0})])
+def test_vmap_makes_no_loop_over_the_batch(op, options):
+    run = registry.get(op, backend="interpret")
+    arrays = [np.ones((5, 3, 3), np.float32)] * (1 if op == "reduce" else 2)
+    text = str(jax.make_jaxpr(jax.vmap(lambda *arrays: run(*arrays, **options)))(*arrays))
+    grids = re.findall(r"grid=\(([^)]*)\)", text)
+    assert grids
+    assert all(int(size) == 1 for grid in grids for size in grid.split(",") if size.strip())
 
 
 def test_blocks_span_trailing_axes_first_and_are_even():
