@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from opmux.core.ops.attention import AttentionParams
 from opmux.core.ops.attention import outputs as output_specs
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, View, masks, product, with_channels
+from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, View, grid_start, masks, product, with_channels
 from opmux.plugins.interpret.attention_config import AttentionConfig
 
 
@@ -52,7 +52,7 @@ def attention(request: Request, operands: Operands, config: AttentionConfig) -> 
             jax.ShapeDtypeStruct((blocks.B, blocks.K, blocks.G, blocks.T_padded, blocks.value_channels), blocks.dtype),
             jax.ShapeDtypeStruct((blocks.B, blocks.K, blocks.G, blocks.T_padded), blocks.dtype),
         ],
-        grid=(blocks.B // blocks.batch, blocks.K // blocks.heads, blocks.T_padded // blocks.q),
+        grid=blocks.grid,
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
         out_specs=[
             pl.BlockSpec((*tile, blocks.value_channels), lambda b, h, t: (b, h, 0, t, 0)),
@@ -66,9 +66,8 @@ def attention(request: Request, operands: Operands, config: AttentionConfig) -> 
 
 def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:
     params: AttentionParams = blocks.request.params
-    b, h, t = (pl.program_id(axis) * size for axis, size in enumerate((blocks.batch, blocks.heads, blocks.q)))
-    view = View(blocks, refs, b, h, t)
-    query = refs["query"][*view.heads, :, pl.ds(t, blocks.q)]
+    view = View(blocks, refs, *(grid_start(blocks, axis) for axis in range(3)))
+    query = refs["query"][*view.heads, :, pl.ds(view.t, blocks.q)]
 
     def step(s: Scalar, masked: bool, carry: Any) -> Any:
         key = refs["key"][*view.heads, pl.ds(s, blocks.kv)]
@@ -94,12 +93,11 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
             total, out = carry[1] * old + total, carry[2] * old + out
         return top, total, out
 
-    rows = (blocks.batch, blocks.heads, blocks.G, blocks.q, 1)
-    empty = (
-        jnp.full(rows, -jnp.inf, blocks.dtype),
-        jnp.zeros(rows, blocks.dtype),
-        jnp.zeros((*rows[:-1], blocks.value_channels), blocks.dtype),
-    )
+    def empty() -> Any:
+        rows = (blocks.batch, blocks.heads, blocks.G, blocks.q, 1)
+        zeros = jnp.zeros((*rows[:-1], blocks.value_channels), blocks.dtype)
+        return jnp.full(rows, -jnp.inf, blocks.dtype), zeros[..., :1], zeros
+
     top, total, out = view.walk(step, empty)
 
     some = total != 0
@@ -107,17 +105,17 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
     if valid is not None:
         some = some & valid
     total = jnp.where(some, total, 1)
-    out_ref[...] = jnp.where(some, out / total, 0)
+    out_ref[...] = jnp.where(some, out * (1 / total), 0)
     lse_ref[...] = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
 def _weigh_masked(view: View, s: Scalar, weights: jax.Array, value: jax.Array) -> jax.Array:
-    """`weights @ value` where NaN in a value reaches the rows that see it and no other: a weight of 0 does not stop it."""
+    """`weights @ value` where NaN in a value reaches the rows that see it and no other, though 0 * NaN is NaN."""
     bad = jnp.isnan(value)
-    out = product(weights, jnp.where(bad, 0, value))
 
-    def poison() -> jax.Array:
+    def poisoned() -> jax.Array:
         seen = jnp.broadcast_to(view.seen(s), weights.shape).astype(weights.dtype)
-        return jnp.where(product(seen, bad.astype(weights.dtype)) > 0, jnp.nan, out)
+        hit = product(seen, bad.astype(weights.dtype)) > 0
+        return jnp.where(hit, jnp.nan, product(weights, jnp.where(bad, 0, value)))
 
-    return lax.cond(bad.any(), poison, lambda: out)
+    return lax.cond(bad.any(), poisoned, lambda: product(weights, value))

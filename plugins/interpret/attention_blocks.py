@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from opmux.core.ops.attention import accumulator
 from opmux.core.ops.attention_mask import diagonal
 from opmux.core.request import Operands, Request
-from opmux.plugins.interpret.attention_config import AttentionConfig
+from opmux.plugins.interpret.attention_config import AttentionConfig, divisor
 
 Scalar = int | jax.Array
 """A bound: a Python int where it is the same for every call, else a traced int32."""
@@ -62,9 +62,14 @@ class Blocks:
         S, K, Hv = request["value"].shape[1:]
         return cls(
             request, B, T, S, K, N // K, H, Hv,
-            batch=_divisor(B, config.block_batch), heads=_divisor(K, config.block_heads),
+            batch=divisor(B, config.block_batch), heads=divisor(K, config.block_heads),
             q=min(config.block_q, T), kv=min(config.block_kv, S),
         )  # fmt: skip
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks along batch, heads and queries."""
+        return self.B // self.batch, self.K // self.heads, self.T_padded // self.q
 
     @property
     def channels(self) -> int:
@@ -122,8 +127,10 @@ def product(lhs: jax.Array, rhs: jax.Array, *, transposed: bool = False) -> jax.
     return result.reshape(*lhs.shape[:-1], result.shape[-1])
 
 
-def _divisor(size: int, limit: int) -> int:
-    return next(n for n in range(min(size, limit), 0, -1) if size % n == 0)
+def grid_start(blocks: Blocks, axis: int) -> Scalar:
+    """First batch element (0), head (1) or query (2) of the running grid step; an int if there is one step."""
+    size = (blocks.batch, blocks.heads, blocks.q)[axis]
+    return pl.program_id(axis) * size if blocks.grid[axis] > 1 else 0
 
 
 def _pad(array: jax.Array, axis: int, size: int, fill: float) -> jax.Array:
@@ -192,12 +199,32 @@ class View:
             return None
         return self.t + _iota(self.blocks.q, 3) < self.length(0)
 
-    def walk(self, step: Callable[[Scalar, bool, Any], Any], carry: Any) -> Any:
+    def walk(self, step: Callable[[Scalar, bool, Any], Any], start: Callable[[], Any]) -> Any:
         """Folds `step(first key, masked, carry)` over the key blocks that any row of the block sees.
 
         `masked` is false where every valid row sees every key. The order of the blocks is no matter to an online
-        softmax, so the partly seen ones on both sides share one loop.
+        softmax, so the partly seen ones on both sides share one loop. A lone step gets None for `start()`.
         """
+        blocks, size = self.blocks, self.blocks.kv
+        first, low, high, last = self.bounds()
+        if blocks.S_padded == size:
+            return step(0, not (isinstance(high, int) and low < high), None)
+        carry = start()
+        if not self.selective:
+            carry = loop(low, high, lambda j, c: step(j * size, False, c), carry)
+        # The first of the others come before the entirely seen ones.
+        before = low - first
+
+        def edge(j: Scalar, c: Any) -> Any:
+            j = j + (high if isinstance(before, int) and not before else jnp.where(j < before, first, high - before))
+            if not self.selective:
+                return step(j * size, True, c)
+            return lax.cond(self.seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
+
+        return loop(0, before + _upper(last - high, 0), edge, carry)
+
+    def bounds(self) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """Key blocks: some row sees those from the first number to the last, all rows those between the inner two."""
         blocks, params, size = self.blocks, self.blocks.request.params, self.blocks.kv
         q_length, kv_length, center = (self.length(i) for i in range(3))
         end = _lower(self.t + blocks.q, _top(q_length))
@@ -212,21 +239,10 @@ class View:
         first, last = some[0] // size, _upper(some[1] + size - 1, 0) // size
         if "lengths" in self.refs:
             last = jnp.where(self.t < end, last, first)
-        low, high, before = first, first, 0
-        if not self.selective:
-            if params.left is not None:
-                low = _lower(_upper((every[0] + size - 1) // size, first), last)
-                before = low - first
-            high = _upper(_lower(every[1] // size, last), low)
-            carry = loop(low, high, lambda j, c: step(j * size, False, c), carry)
-
-        def edge(j: Scalar, c: Any) -> Any:
-            j = j + (high if isinstance(before, int) and not before else jnp.where(j < before, first, high - before))
-            if not self.selective:
-                return step(j * size, True, c)
-            return lax.cond(self.seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
-
-        return loop(0, before + _upper(last - high, 0), edge, carry)
+        if self.selective:
+            return first, first, first, last
+        low = first if params.left is None else _lower(_upper((every[0] + size - 1) // size, first), last)
+        return first, low, _upper(_lower(every[1] // size, last), low), last
 
     @property
     def selective(self) -> bool:

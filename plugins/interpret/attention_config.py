@@ -42,11 +42,42 @@ def supports(request: Request, device: Device) -> list[Rejection]:
     return []
 
 
+# XLA splits a product among threads by its rows, and wants about this many in a block to do so well. A block of
+# scores of that many rows should stay in the caches.
+_ROWS = 2048
+_SCORES = 2**19
+
+
 def default_config(request: Request, device: Device) -> AttentionConfig:
-    """Blocks of the forward kernel."""
-    return AttentionConfig()
+    """Blocks of the forward kernel: few and large, but short beside a diagonal or ends that cut work off."""
+    return _blocks(request)
 
 
 def default_vjp_config(request: Request, device: Device) -> AttentionConfig:
     """Blocks of the backward kernel."""
-    return AttentionConfig()
+    return _blocks(request)
+
+
+def _blocks(request: Request) -> AttentionConfig:
+    B, T, N, _ = request["query"].shape
+    S, K = request["key"].shape[1:3]
+    B, T, S, G = max(B, 1), max(T, 1), max(S, 1), max(N // K, 1)
+    cut = request.params.banded or any(name in request for name in ("q_lengths", "kv_lengths", "q_segments", "mask"))
+    q = _even(T, max(min(_ROWS // G, max(128, min(512, T // 2)) if cut else _ROWS), 1))
+    heads = divisor(max(K, 1), _ROWS // (G * q))
+    batch = divisor(B, _ROWS // (G * q * heads)) if heads == K else 1
+    limit = max(_SCORES // (batch * heads * G * q), 256)
+    kv = _even(S, min(limit, max(q, 256), 1024) if cut and T > 1 else limit)
+    return AttentionConfig(block_q=q, block_kv=kv, block_heads=heads, block_batch=batch)
+
+
+def divisor(size: int, limit: int) -> int:
+    """The largest divisor of `size` that is at most `limit`, or 1."""
+    return next((n for n in range(min(size, limit), 1, -1) if size % n == 0), 1)
+
+
+def _even(size: int, limit: int) -> int:
+    """The block size at most about `limit` that cuts `size` into blocks of one size, or nearly."""
+    count = -(-2 * size // (3 * limit)) if size <= 1.5 * limit else -(-size // limit)
+    block = -(-size // count)
+    return block if block * count == size else -(-block // 16) * 16

@@ -21,7 +21,16 @@ from jax.experimental import pallas as pl
 
 from opmux.core.ops.attention import AttentionParams
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, View, loop, masks, product, with_channels
+from opmux.plugins.interpret.attention_blocks import (
+    Blocks,
+    Scalar,
+    View,
+    grid_start,
+    loop,
+    masks,
+    product,
+    with_channels,
+)
 from opmux.plugins.interpret.attention_config import AttentionConfig
 
 
@@ -48,7 +57,7 @@ def attention_vjp(request: Request, operands: Operands, config: AttentionConfig)
             blocks, dict(zip(arrays, refs, strict=False)), dict(zip(request.wanted, refs[len(arrays) :], strict=True))
         ),
         out_shape=[jax.ShapeDtypeStruct(whole[name], blocks.dtype) for name in request.wanted],
-        grid=(B // blocks.batch, K // blocks.heads),
+        grid=blocks.grid[:2],
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
         out_specs=[spec(name) for name in request.wanted],
         interpret=True,
@@ -102,7 +111,7 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         def _() -> None:
             outs["bias"][...] = jnp.zeros(outs["bias"].shape, blocks.dtype)
 
-    b, h = pl.program_id(0) * blocks.batch, pl.program_id(1) * blocks.heads
+    b, h = (grid_start(blocks, axis) for axis in range(2))
 
     def rows(i: Scalar, carry: Any) -> Any:
         view = View(blocks, refs, b, h, i * blocks.q)
@@ -111,7 +120,7 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         )
         query_t, d_out_t = (jnp.swapaxes(_merge(array), 2, 3) for array in (query, d_out))
 
-        def step(s: Scalar, masked: bool, d_query: jax.Array) -> jax.Array:
+        def step(s: Scalar, masked: bool, d_query: jax.Array | None) -> Any:
             keys = pl.ds(s, blocks.kv)
             key, value = (refs[name][*view.heads, keys] for name in ("key", "value"))
             scores = product(query, key, transposed=True)
@@ -137,9 +146,12 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
                 d_scores = d_scores * (1 - slope * slope)
             if "key" in outs:
                 outs["key"][:, :, :, keys] += product(query_t, d_scores)
-            return d_query + product(d_scores, key) if "query" in outs else d_query
+            if "query" not in outs:
+                return d_query
+            more = product(d_scores, key)
+            return more if d_query is None else d_query + more
 
-        d_query = view.walk(step, jnp.zeros(query.shape, blocks.dtype))
+        d_query = view.walk(step, lambda: jnp.zeros(query.shape, blocks.dtype))
         if "query" in outs:
             outs["query"][:, :, :, pl.ds(view.t, blocks.q)] = d_query * params.scale
         return carry
