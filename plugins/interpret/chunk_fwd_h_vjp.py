@@ -2,9 +2,9 @@
 
     d_h, d_ht ──► one split after another, the last one first:
                      d_after[split] = d_state;   d_state = decay * d_state + d_h[split]
-        │                                │ ▲
-        │                                ▼ │
-        │                            d_h0  [bb, bh, K, V], revisited by every step along the splits
+        │                                │ ▲         │ times the state before the split
+        │                                ▼ │         ▼
+        │                               d_h0     cotangents of the decay of whole splits
         ▼
     d_after  [bs, bb, bh, K, V]                    cotangent of the state after each split
         │ with the decayed keys and values of a block of tokens
@@ -14,8 +14,9 @@
         ▼
     d_g, d_g_gamma, d_gk, d_gv
 
-A gate also decays the state that a split starts from, so its cotangent needs that state: the stored one
-where that was stored as it was carried, else the forward kernel is run once more.
+The block of `d_h0`, [bb, bh, K, V], is revisited by every step along the splits. A gate also decays the
+state that a split starts from, so its cotangent needs that state: the stored one where that was stored as
+it was carried, else the forward kernel is run once more.
 """
 
 from __future__ import annotations
@@ -82,23 +83,32 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: ChunkFwdHVjpCo
             return exponents(gates, lengths, params.span, params.chunk, params.raw, blocks.full)
 
         decay, pull_gates = jax.vjp(exponents_of, {name: rows[name] for name in GATES if name in rows})
-        factors = [jnp.exp(e) for e in (decay.state_k, decay.state_v) if e is not None]
-        d_h = jnp.where(used, refs["d_h"][...].astype(acc), 0) if "d_h" in refs else None
+        states = {n: e for n, e in (("state_k", decay.state_k), ("state_v", decay.state_v)) if e is not None}
+        factors = {name: jnp.exp(exponent) for name, exponent in states.items()}
 
-        def retreat(i: jax.Array, d_after: jax.Array) -> jax.Array:
+        def retreat(i: jax.Array, found: tuple[jax.Array, dict[str, jax.Array]]) -> Any:
+            d_after, d_states = found
             s = blocks.bs - 1 - i
             at = blocks.state_of(refs, s)
+            here = lax.dynamic_index_in_dim(used, s, 1, keepdims=False)
             d_state = out["h0"][at]
             d_after = lax.dynamic_update_index_in_dim(d_after, d_state, s, 0)
-            for factor in factors:
+            for factor in factors.values():
                 d_state = d_state * lax.dynamic_index_in_dim(factor, s, 1, keepdims=False)
-            if d_h is not None:
-                d_state = d_state + lax.dynamic_index_in_dim(d_h, s, 1, keepdims=False)
+            if wanted_gates:
+                state = jnp.where(here, refs["h"][:, pl.ds(s, 1)][:, 0], 0)
+                d_states = {
+                    name: lax.dynamic_update_index_in_dim(total, _summed_to(total[:, 0], d_state * state), s, 1)
+                    for name, total in d_states.items()
+                }
+            if "d_h" in refs:
+                d_state = d_state + jnp.where(here, refs["d_h"][:, pl.ds(s, 1)][:, 0].astype(acc), 0)
             out["h0"][at] = d_state
-            return d_after
+            return d_after, d_states
 
-        state_shape = (blocks.bs, blocks.bb, blocks.bh, blocks.bk, blocks.bv)
-        d_after = lax.fori_loop(0, blocks.bs, retreat, jnp.zeros(state_shape, acc))
+        shape = (blocks.bs, blocks.bb, blocks.bh, blocks.bk, blocks.bv)
+        nothing = jnp.zeros(shape, acc), {name: jnp.zeros(exponent.shape, acc) for name, exponent in states.items()}
+        d_after, d_states = lax.fori_loop(0, blocks.bs, retreat, nothing)
 
         k, v = decayed(rows["k"], decay.k), decayed(rows["v"], decay.v)
         d_k = jnp.einsum("brshv,rbhkv->brshk", v, d_after, precision=lax.Precision.HIGHEST)
@@ -112,10 +122,13 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: ChunkFwdHVjpCo
         if "v" in out:
             write("v", decayed(d_v, decay.v))
         if wanted_gates:
-            d_decay = jnp.moveaxis(d_after, 0, 1) * jnp.where(used, refs["h"][...], 0)
-            for factor in factors:
-                d_decay = d_decay * factor
-            (d_gates,) = pull_gates(_like(decay, k * d_k, v * d_v, d_decay))
+            d_decay = Exponents(
+                k=None if decay.k is None else k * d_k,
+                v=None if decay.v is None else _summed_to(decay.v, v * d_v),
+                state_k=d_states.get("state_k"),
+                state_v=d_states.get("state_v"),
+            )
+            (d_gates,) = pull_gates(d_decay)
             for name in wanted_gates:
                 if name == "g_gamma":
                     out["d_gamma"][...] += d_gates[name][None]
@@ -141,16 +154,10 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: ChunkFwdHVjpCo
     return {name: found[name] for name in request.wanted}
 
 
-def _like(decay: Exponents, k: jax.Array, v: jax.Array, state: jax.Array) -> Exponents:
-    """Cotangents of exponents, summed to their shapes; None where there is no exponent."""
-
-    def fold(exponent: jax.Array | None, cotangent: jax.Array) -> jax.Array | None:
-        if exponent is None:
-            return None
-        narrow = [axis for axis, size in enumerate(exponent.shape) if size < cotangent.shape[axis]]
-        return cotangent.sum(narrow, keepdims=True)
-
-    return Exponents(fold(decay.k, k), fold(decay.v, v), fold(decay.state_k, state), fold(decay.state_v, state))
+def _summed_to(like: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """A cotangent summed over the axes along which a factor was broadcast."""
+    narrow = [axis for axis, size in enumerate(like.shape) if size < cotangent.shape[axis]]
+    return cotangent.sum(narrow, keepdims=True) if narrow else cotangent
 
 
 def _carried_states(forward: Request, operands: Operands, config: ChunkFwdHVjpConfig) -> jax.Array:
