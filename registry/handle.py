@@ -8,7 +8,7 @@ comparisons on top of that jitted function.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -63,20 +63,21 @@ class OpHandle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the op; see its signature."""
         wanted = policy.current()
-        told = self._options.device or wanted.device
-        if kwargs or len(args) > self._plain or told is not None or placement.several():
+        if kwargs or len(args) > self._plain:
             return self._call_bound(wanted, args, kwargs)
+        told = self._options.device or wanted.device
+        jitted = self._jitted if told is None and not placement.several() else self._jitted_for(told, args)
         try:
             if policy.key(wanted) is policy.active_key():
-                return self._jitted.positional(*args)
+                return jitted.positional(*args)
             with _entered(wanted, args):
-                return self._jitted.positional(*args)
+                return jitted.positional(*args)
         except (TypeError, ValueError) as error:
             self._blame_arguments(error, args, kwargs)
 
     def _call_bound(self, wanted: policy.Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         arrays, statics = self._split(args, kwargs)
-        jitted = self._jitted_for(wanted, arrays)
+        jitted = self._jitted_for(self._options.device or wanted.device, arrays.values())
         try:
             with _entered(wanted, arrays.values()):
                 return jitted.bound(arrays, statics)
@@ -92,6 +93,8 @@ class OpHandle:
           ArgumentError: the op does not take these arguments.
         """
         wanted = policy.current()
+        if not compat.trace_is_clean():
+            wanted = policy.active()  # what the caller makes of the answer is part of the trace
         op = self.op
         arrays, statics = self._split(args, kwargs)
         request = op.request((), {**arrays, **{name: value for name, value, _ in statics}})
@@ -147,17 +150,16 @@ class OpHandle:
                     ) from None
         return arrays, statics
 
-    def _jitted_for(self, wanted: policy.Policy, arrays: Mapping[str, Any]) -> _Jitted:
+    def _jitted_for(self, told: Device | None, leaves: Collection[Any]) -> _Jitted:
         """The jitted body to use: one for each kind of device that concrete arguments may live on."""
-        told = self._options.device or wanted.device
-        concrete = compat.trace_is_clean() and not any(map(compat.is_traced, arrays.values()))
+        if told is None and not placement.several():
+            return self._jitted
+        if not compat.trace_is_clean() or any(map(compat.is_traced, leaves)):
+            return self._jitted
+        device = placement.of_arrays(self._name, leaves)
         if told is not None:
-            if concrete:
-                _refuse_elsewhere(self._name, told, arrays)
+            _refuse_elsewhere(self._name, told, device)
             return self._jitted
-        if not concrete or not placement.several():
-            return self._jitted
-        device = placement.of_arrays(self._name, arrays.values())
         if device not in self._elsewhere:
             self._elsewhere[device] = self._jit(device)
         return self._elsewhere[device]
@@ -233,8 +235,7 @@ def _entered(wanted: policy.Policy, leaves: Any) -> Any:
     return policy.entered(wanted)
 
 
-def _refuse_elsewhere(name: str, told: Device, arrays: Mapping[str, Any]) -> None:
-    found = placement.of_arrays(name, arrays.values())
+def _refuse_elsewhere(name: str, told: Device, found: Device) -> None:
     if found.platform != told.platform:
         raise MixedDeviceError(
             f"{name}: device={told.name!r} ({told.platform}) was asked for, but the arguments live on {found.name} "

@@ -44,14 +44,19 @@ def of_arrays(op: str, leaves: Iterable[Any]) -> Device:
     Raises:
       MixedDeviceError: they live on devices of different kinds.
     """
-    found: dict[Device, Any] = {}
+    found: Device | None = None
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and leaf.committed:
-            found.update((devices.from_jax(device), leaf) for device in leaf.devices())
-    if len(found) > 1:
-        where = ", ".join(f"{device.name} ({device.platform})" for device in found)
-        raise MixedDeviceError(f"{op}: the arguments live on several kinds of device: {where}; move them to one.")
-    return next(iter(found)) if found else devices.from_jax(compat.default_device())
+            for device in leaf.devices():
+                facts = devices.from_jax(device)
+                if found is None:
+                    found = facts
+                elif facts is not found and facts != found:
+                    where = f"{found.name} ({found.platform}), {facts.name} ({facts.platform})"
+                    raise MixedDeviceError(
+                        f"{op}: the arguments live on several kinds of device: {where}; move them to one."
+                    )
+    return devices.from_jax(compat.default_device()) if found is None else found
 
 
 def of_trace() -> tuple[Device, ...]:

@@ -133,8 +133,21 @@ def current() -> Policy:
     """
     if environment.raw() != _process.raw:
         _read_environment()
-    scopes = _scopes.get()
-    return _process.policy(scopes) if scopes else _process.ambient
+    return follow(_scopes.get())
+
+
+def follow(scopes: tuple[Settings, ...]) -> Policy:
+    """The policy under these scopes; if JAX's caches are keyed by them already, they follow it from here on.
+
+    The environment and `configure` can change while a thread is inside of a scope, which JAX then holds an older
+    policy for.
+    """
+    if not scopes:
+        return _process.ambient
+    policy, held = _process.policy(scopes), _context.value
+    if held is not policy and held is not None and held.scopes == scopes:
+        _context(policy).__enter__()  # for good: leaving the scope puts back what was there before it
+    return policy
 
 
 def key(policy: Policy) -> Policy | None:

@@ -109,6 +109,7 @@ def _leave(owner: object) -> None:
     _entries.set(entries[:place])
     policy.scopes().set(entry.outer)
     entry.context.__exit__(None, None, None)
+    policy.follow(entry.outer)
     if not in_order:
         # What JAX's context held on entry was another task's; this task's own outer scopes are the truth.
         policy.entered_for_good(entry.outer)

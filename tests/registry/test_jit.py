@@ -100,6 +100,39 @@ def test_T15_F4_J2_an_environment_that_changes_reaches_jitted_functions_at_the_n
     assert f.traces == 2
 
 
+def test_what_changes_inside_of_a_scope_reaches_jitted_functions_too(monkeypatch):
+    f = Traced()
+    with registry.use(prefer=["a"]):
+        seen = [f()]
+        with registry.use(simulate="never"):
+            monkeypatch.setenv("OPMUX_BACKEND", "b")
+            registry.get("add")
+            seen.append(f())
+            registry.configure(prefer=["b"])
+            monkeypatch.setenv("OPMUX_BACKEND", "a")
+            registry.get("add")
+            seen.append(f())
+            monkeypatch.setenv("OPMUX_BACKEND", "b")
+            registry.get("add")
+        seen.append(f())
+        monkeypatch.delenv("OPMUX_BACKEND")
+        registry.get("add")
+        seen.append(f())
+    registry.configure(prefer=["b"])
+    seen.append(f())
+    assert seen == [1, 2, 1, 2, 1, 2]
+
+
+def test_an_explanation_inside_a_trace_is_part_of_it():
+    f = Traced(lambda x: x + (10 if registry.explain("add", 0.0, 0.0).backend == "a" else 20))
+    seen = [f()]
+    registry.configure(backend="b")
+    seen.append(f())
+    with registry.use(backend="a"):
+        seen.append(f())
+    assert seen == [10, 20, 10]
+
+
 def test_configure_and_plugins_rekey_jitted_functions():
     f = Traced()
     seen = [f()]

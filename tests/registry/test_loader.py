@@ -302,6 +302,19 @@ def test_a_plugin_that_uses_opmux_while_it_is_imported(entry_points):
     assert (point.times, registry.failures()) == (1, [])
 
 
+def test_threads_that_come_at_once_import_a_plugin_once(entry_points):
+    class Slow(fakes.Point):
+        def load(self):
+            time.sleep(0.05)
+            return super().load()
+
+    point = Slow("good", GOOD)
+    entry_points(point)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: float(registry.get("add")(0.0, 0.0)), range(8))) == {1.0}
+    assert point.times == 1
+
+
 def test_F27_names_are_known_without_an_import(entry_points):
     point = fakes.Point("acme", GOOD)
     loader = entry_points(point)
