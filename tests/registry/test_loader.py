@@ -4,6 +4,8 @@ import importlib.metadata
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fakes
 import pytest
