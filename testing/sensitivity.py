@@ -71,11 +71,11 @@ def _differ(before: list[Any], after: list[Any]) -> bool:
 
 def _changed(before: Any, after: Any) -> bool:
     one, other = (np.asarray(leaf).astype(np.complex128) for leaf in (before, after))
-    finite = np.isfinite(one) & np.isfinite(other)
     if (np.isfinite(one) != np.isfinite(other)).any():
         return True
-    scale = max(np.abs(one[finite]).max(initial=0.0), np.abs(other[finite]).max(initial=0.0))
-    return bool((np.abs(one - other)[finite] > CHANGE * scale).any())
+    one, other = (np.where(np.isfinite(leaf), leaf, 0) for leaf in (one, other))
+    scale = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
+    return bool((np.abs(one - other) > CHANGE * scale).any())
 
 
 def _variants(subject: Subject, parameter: str, arguments: Arguments, values: list[Any]) -> Iterator[Arguments]:

@@ -116,9 +116,11 @@ def _variant(op: Op, arrays: Arrays, rest: Mapping[str, Any], name: str, number:
 
 
 def check_jit(subject: Subject, case: Case) -> None:
-    """`jit` gives what the eager call gives."""
+    """`jit` gives what the eager call gives, alone and under an eager `vjp`."""
     call = _call(subject, case)
-    call.compare(jax.jit(call)(call.arrays), call(call.arrays), "jit against eager")
+    got = jax.jit(call)(call.arrays)
+    call.compare((got[0], {}), (call.results(call.arrays), {}), "jit against eager")
+    call.compare(got, call(call.arrays), "jit against an eager vjp")
 
 
 def check_vmap(subject: Subject, case: Case) -> None:
