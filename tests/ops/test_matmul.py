@@ -190,6 +190,16 @@ def test_long_sums_in_blocks_lose_nothing_to_bfloat16():
     assert (out == 4096).all()
 
 
+def test_64_bit_products_in_blocks():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((7, 33)), rng.standard_normal((33, 9))
+    whole = rng.integers(-(2**30), 2**30, (7, 33))
+    with jax.enable_x64(True):
+        run = registry.get("matmul", backend="interpret", config=SMALL)
+        assert_close(run(a, b), a @ b, 1e-12, "float64")
+        np.testing.assert_array_equal(run(whole, whole.T), whole @ whole.T)
+
+
 def test_interpret_rejects_complex_results():
     request = OP.request((jnp.ones((1, 1)), jnp.ones((1, 1))), {"preferred_element_type": "complex64"})
     assert [reason.code for reason in supports(request, Device("cpu", "cpu"))] == ["dtype"]

@@ -188,6 +188,17 @@ def test_small_blocks(blocked, case):
     check_numerics(blocked, case)
 
 
+def test_64_bit_sums_in_blocks():
+    x = np.random.default_rng(0).standard_normal((5, 33, 4))
+    with jax.enable_x64(True):
+        run = registry.get("reduce", backend="interpret", config=SMALL)
+        assert_close(run(x, axis=(0, 2)), x.sum((0, 2)), 1e-12, "float64")
+        whole = np.full((3, 33), 2**40)
+        np.testing.assert_array_equal(run(whole, axis=1), np.full(3, 33 * 2**40))
+        np.testing.assert_array_equal(run(-whole, axis=1, kind="max"), np.full(3, -(2**40)))
+        assert run(np.ones((3, 33), np.int8)).dtype == np.int64
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=5),
