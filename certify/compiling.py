@@ -72,7 +72,7 @@ def compile_jobs(
 
 
 def _compile_jobs(jobs: Sequence[CompileJob], parallel: int | None, cached: bool) -> Iterator[CompileResult]:
-    with tempfile.TemporaryDirectory(prefix="opmux-certify-") as scratch:
+    with scratch_folder() as scratch:
         unprofiled: dict[int, Outcome] = {}
         for outcome in run_jobs([_job(n, job, scratch, cached) for n, job in enumerate(jobs)], parallel=parallel):
             number = outcome.job.payload["number"]
@@ -157,3 +157,8 @@ def _installed(module: str) -> bool:
 
 def _tool(name: str) -> bool:
     return any((folder / name).is_file() for folder in compile_gpu.TOOLS) or shutil.which(name) is not None
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what compilers dump, gone after the block."""
+    return tempfile.TemporaryDirectory(prefix="opmux-certify-")

@@ -74,9 +74,15 @@ def compile_function(
     place = targets.target(target)
     if lacks := compiling.missing(place.name):
         raise compiling.MissingCompilerError(lacks)
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), avals)
+    leaves, tree = jax.tree.flatten(avals)
+    abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def flat(*leaves: Any) -> list[Any]:
+        # Leaves only: the child need not know the types that the user's pytrees are made of.
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
     with registry.use(device=place.name), _traced_for(place.device):
-        jitted = jax.jit(function)
+        jitted = jax.jit(flat)
         traced = jitted.trace(*abstract)
         exported = jax.export.export(jitted, platforms=[place.platform], disabled_checks=_UNCHECKED)(*abstract)
     backends = _backends(traced.jaxpr)
