@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from opmux import registry
@@ -63,7 +63,7 @@ def transformed(subject: Subject, case: Case) -> bool:
 
 
 @contextlib.contextmanager
-def expected_rejections() -> Iterator[None]:
+def expected_rejections() -> Generator[None]:
     """Reports a case that the backend rejects as an expected failure, with the backend's own reasons."""
     import pytest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from unittest import mock
 
 import jax
@@ -73,7 +73,7 @@ def check_implementation(implementation: Implementation, requests: list[Request]
 
 
 @contextlib.contextmanager
-def _no_devices() -> Iterator[None]:
+def _no_devices() -> Generator[None]:
     """Fails what asks JAX for a device."""
 
     def refuse(*args: object, **kwargs: object) -> None:

@@ -79,11 +79,11 @@ def _changed(before: Any, after: Any) -> bool:
 
 
 def _variants(subject: Subject, parameter: str, arguments: Arguments, values: list[Any]) -> Iterator[Arguments]:
-    value = arguments[parameter]
+    value: Any = arguments[parameter]
     if subject.op.signature.parameters[parameter].default is not subject.op.signature.empty:
         yield {name: other for name, other in arguments.items() if name != parameter}
-    if not isinstance(value, np.ndarray | np.generic):
-        plain = (other for other in values if not isinstance(other, np.ndarray | np.generic) and other != value)
+    if not _is_array(value):
+        plain = (other for other in values if not _is_array(other) and other != value)
         yield from ({**arguments, parameter: other} for other in plain)
     elif jnp.issubdtype(value.dtype, jnp.inexact):
         yield {**arguments, parameter: (value * 1.5 + 0.25).astype(value.dtype)}
@@ -96,6 +96,10 @@ def _variants(subject: Subject, parameter: str, arguments: Arguments, values: li
 
 def _prepared(subject: Subject, arguments: Arguments) -> Arguments:
     return arguments if subject.op.prepare is None else subject.op.prepare(dict(arguments))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic)
 
 
 def _nbytes(case: Case) -> int:

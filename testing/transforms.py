@@ -237,7 +237,8 @@ def check_export(subject: Subject, case: Case) -> None:
     exported = export.export(jax.jit(call.results))(call.arrays)
     if importlib.util.find_spec("flatbuffers") is not None:  # JAX needs it for the bytes
         exported = export.deserialize(exported.serialize())
-    call.compare((exported.call(call.arrays), {}), (call.compiled(call.arrays)[0], {}), "export")
+    results: Any = exported.call(call.arrays)
+    call.compare((results, {}), (call.compiled(call.arrays)[0], {}), "export")
 
 
 def check_x64(subject: Subject, case: Case) -> None:
