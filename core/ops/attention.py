@@ -4,48 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from opmux.core.check import Checker
 from opmux.core.op import Call, Cost, Op, make_request
-from opmux.core.ops.attention_mask import visible
-from opmux.core.request import ArraySpec, Operands, Outputs, Request
+from opmux.core.ops.attention_mask import AttentionParams
+from opmux.core.ops.attention_reference import accumulator, reference
+from opmux.core.request import ArraySpec, Outputs, Request
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """Static parameters of a canonical attention.
-
-    Query row `t` sees key `s` of the same batch element only if `diagonal + t - left <= s <= diagonal + t + right`,
-    where `None` is no bound and `diagonal` is 0, or `kv_length - q_length` where `bottom_right`.
-
-    Attributes:
-      scale: factor of the scores.
-      left: keys seen before the diagonal.
-      right: keys seen after the diagonal; causal is 0.
-      bottom_right: the diagonal ends at the last valid key instead of starting at the first.
-      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before bias and mask.
-    """
-
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-    soft_cap: float | None = None
-
-    @property
-    def banded(self) -> bool:
-        """Whether any bound relative to the diagonal applies."""
-        return self.left is not None or self.right is not None
 
 
 def canonicalize(
@@ -108,9 +79,7 @@ def canonicalize(
     batched = query.ndim == 4
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim not in (3, 4) or array.ndim != query.ndim:
-            raise check.error(
-                name, f"shape {array.shape}", "[B, T, N, H] (or [T, N, H]), the same rank for all three"
-            )
+            raise check.error(name, f"shape {array.shape}", "[B, T, N, H] (or [T, N, H]), the same rank for all three")
     if not batched:
         query, key, value = query[None], key[None], value[None]
     B, T, N, H = query.shape
@@ -132,7 +101,9 @@ def canonicalize(
 
     if bias is not None:
         if jnp.asarray(bias).dtype == bool:
-            raise check.error("bias", "a boolean array", "a floating array", "A boolean mask goes to `mask`.", type_=True)
+            raise check.error(
+                "bias", "a boolean array", "a floating array", "A boolean mask goes to `mask`.", type_=True
+            )
         bias = check.floating("bias", bias)
         operands["bias"] = _broadcastable(check, "bias", bias, (B, N, T, S))
     if mask is not None:
@@ -231,11 +202,6 @@ def check_values(values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[in
             raise Checker("attention").error(name, f"values {lengths.tolist()}", f"0 to {limit}, the length of {of!r}")
 
 
-def accumulator(dtype: Any) -> np.dtype[Any]:
-    """Float64 for float64 inputs, else float32."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
 def outputs(request: Request) -> dict[str, ArraySpec]:
     """`out` [B, T, N, Hv] in the dtype of the query; `lse` [B, T, N] in the accumulator's dtype."""
     query = request["query"]
@@ -244,61 +210,6 @@ def outputs(request: Request) -> dict[str, ArraySpec]:
         "out": ArraySpec((B, T, N, request["value"].shape[-1]), query.dtype),
         "lse": ArraySpec((B, T, N), accumulator(query.dtype)),
     }
-
-
-def reference(request: Request, operands: Operands) -> Outputs:
-    """The specification: every score at once, O(T S) memory."""
-    params: AttentionParams = request.params
-    query, key, value = operands["query"], operands["key"], operands["value"]
-    acc = accumulator(query.dtype)
-    B, T, N, H = query.shape
-    S, K, Hv = value.shape[1:]
-    grouped = query.reshape(B, T, K, N // K, H)
-
-    # NaN and Inf must reach exactly the rows that see them. A product would spread them (0 * NaN), so
-    # products read cleaned operands, and a non-finite query or key poisons its scores instead.
-    q, q_bad = _clean(grouped)
-    k, k_bad = _clean(key)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=acc, precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(B, N, T, S) * params.scale
-    if params.soft_cap is not None:
-        scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
-    q_bad = q_bad.any(-1).reshape(B, T, N).transpose(0, 2, 1)[..., None]
-    k_bad = jnp.repeat(k_bad.any(-1).transpose(0, 2, 1), N // K, axis=1)[:, :, None]
-    seen = visible(request, operands)
-    if "bias" in operands:
-        bias = operands["bias"].astype(acc)
-        seen = seen & (bias != -jnp.inf)
-        scores = scores + jnp.where(seen, bias, 0)
-    scores = jnp.where(q_bad | k_bad, jnp.nan, scores)
-
-    seen = jnp.broadcast_to(seen, scores.shape)
-    any_seen = seen.any(-1, keepdims=True)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=seen, initial=-jnp.inf))
-    top = jnp.where(any_seen, top, 0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0)), 0)
-    total = weights.sum(-1, keepdims=True)
-    lse = jnp.where(any_seen, jnp.log(jnp.where(any_seen, total, 1)) + top, -jnp.inf)[..., 0]
-
-    v, v_bad = _clean(value)
-    # Rounded like any attention in 16 bits: the weights enter the second product in the inputs' dtype.
-    p = (weights / jnp.where(any_seen, total, 1)).reshape(B, K, N // K, T, S).astype(value.dtype)
-    out = jnp.einsum("bkgts,bskv->btkgv", p, v, preferred_element_type=acc, precision=lax.Precision.HIGHEST)
-
-    def poison(out: jax.Array) -> jax.Array:
-        rows = seen.reshape(B, K, N // K, T, S).astype(jnp.float32)
-        hit = jnp.einsum("bkgts,bskv->btkgv", rows, v_bad.astype(jnp.float32)) > 0
-        return out + jnp.where(hit, jnp.nan, 0).astype(acc)
-
-    if S:
-        out = lax.cond(v_bad.any(), poison, lambda out: out, out)
-    return {"out": out.reshape(B, T, N, Hv).astype(query.dtype), "lse": lse.transpose(0, 2, 1)}
-
-
-def _clean(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The array with 0 for NaN and Inf, and where those were."""
-    bad = ~jnp.isfinite(array)
-    return jnp.where(bad, 0, array), bad
 
 
 def cost(request: Request) -> Cost:

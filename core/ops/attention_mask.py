@@ -1,11 +1,40 @@
-"""Which query row of an attention sees which key, apart from -inf entries of the bias."""
+"""The parameters of an attention, and which query row sees which key, apart from -inf entries of the bias."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from opmux.core.request import Operands, Request
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """Static parameters of a canonical attention.
+
+    Query row `t` sees key `s` of the same batch element only if `diagonal + t - left <= s <= diagonal + t + right`,
+    where `None` is no bound and `diagonal` is 0, or `kv_length - q_length` where `bottom_right`.
+
+    Attributes:
+      scale: factor of the scores.
+      left: keys seen before the diagonal.
+      right: keys seen after the diagonal; causal is 0.
+      bottom_right: the diagonal ends at the last valid key instead of starting at the first.
+      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before bias and mask.
+    """
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    soft_cap: float | None = None
+
+    @property
+    def banded(self) -> bool:
+        """Whether any bound relative to the diagonal applies."""
+        return self.left is not None or self.right is not None
 
 
 def diagonal(request: Request, operands: Operands) -> jax.Array:
