@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_jobs(jobs: Sequence[Job], *, parallel: int | None = None) -> Iterator[Outcome]:
+def run_jobs(jobs: Sequence[Job], *, parallel: int | None = None) -> Generator[Outcome, None, None]:
     """Do jobs in child processes and yield each outcome when it is there, in any order.
 
     A child whose job raised, died or took too long is replaced; the jobs after it are done in a fresh one.

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
+from jax.lax import Precision
 
 from opmux.certify.job import Workload
 from opmux.core.cases.case import Case
@@ -48,7 +49,9 @@ def _of_case(op: Op, case: Case) -> Workload:
     given = op.bind(args, kwargs).arguments
     arrays = {name: value for name, value in given.items() if name not in op.static and value is not None}
     params = {name: _plain(value) for name, value in given.items() if name in op.static}
-    texts = {name: str(ArraySpec.of(np.asarray(value))) for name, value in arrays.items()}
+    texts: dict[str, str | tuple[int, ...]] = {
+        name: str(ArraySpec.of(np.asarray(value))) for name, value in arrays.items()
+    }
     if op.prepare is not None:  # values may decide shapes
         texts |= {
             name: tuple(np.asarray(value).tolist())
@@ -62,7 +65,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Enum):  # precisions, which JAX takes by name too
-        return value.name.lower()
+        return value.name.lower() if isinstance(value, Precision) else value.name
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else np.dtype(value).name
 
 
