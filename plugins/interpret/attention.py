@@ -4,7 +4,7 @@
     [batch, heads, G, q, H]   [batch, heads, S, H]
               │                    │ one block of keys at a time, unseen blocks skipped
               ▼                    ▼
-         scores [batch, heads, G, q, kv] ── top, total, out: rescaled and added to
+         scores [batch heads, G q, kv] ── top, total, out: rescaled and added to
 """
 
 from __future__ import annotations
@@ -67,16 +67,14 @@ def attention(request: Request, operands: Operands, config: AttentionConfig) -> 
 def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:
     params: AttentionParams = blocks.request.params
     view = View(blocks, refs, *(grid_start(blocks, axis) for axis in range(3)))
-    query = refs["query"][*view.heads, :, pl.ds(view.t, blocks.q)]
+    query = view.queries("query")
 
     def step(s: Scalar, masked: bool, carry: Any) -> Any:
-        key = refs["key"][*view.heads, pl.ds(s, blocks.kv)]
-        value = refs["value"][*view.heads, pl.ds(s, blocks.kv)]
-        scores = product(query, key, transposed=True)
+        scores = product(query, view.keys("key", s), transposed=True)
         if params.soft_cap is not None:
             scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
         if "bias" in refs:
-            scores = scores + refs["bias"][view.at("bias", s)]
+            scores = scores + view.bias(s)
         if masked:
             scores = jnp.where(view.seen(s), scores, -jnp.inf)
 
@@ -87,6 +85,7 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
         shift = jnp.where(top == -jnp.inf, 0, top)
         weights = jnp.exp(scores - shift)
         total = weights.sum(-1, keepdims=True)
+        value = view.keys("value", s)
         out = _weigh_masked(view, s, weights, value) if masked else product(weights, value)
         if carry is not None:
             old = jnp.exp(carry[0] - shift)
@@ -94,9 +93,8 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
         return top, total, out
 
     def empty() -> Any:
-        rows = (blocks.batch, blocks.heads, blocks.G, blocks.q, 1)
-        zeros = jnp.zeros((*rows[:-1], blocks.value_channels), blocks.dtype)
-        return jnp.full(rows, -jnp.inf, blocks.dtype), zeros[..., :1], zeros
+        zeros = jnp.zeros((*query.shape[:2], blocks.value_channels), blocks.dtype)
+        return jnp.full_like(zeros[..., :1], -jnp.inf), zeros[..., :1], zeros
 
     top, total, out = view.walk(step, empty)
 
@@ -105,8 +103,8 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], out_ref: Any, lse_ref: Any) ->
     if valid is not None:
         some = some & valid
     total = jnp.where(some, total, 1)
-    out_ref[...] = jnp.where(some, out * (1 / total), 0)
-    lse_ref[...] = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
+    out_ref[...] = jnp.where(some, out * (1 / total), 0).reshape(out_ref.shape)
+    lse_ref[...] = jnp.where(some, top + jnp.log(total), -jnp.inf).reshape(lse_ref.shape)
 
 
 def _weigh_masked(view: View, s: Scalar, weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -114,8 +112,7 @@ def _weigh_masked(view: View, s: Scalar, weights: jax.Array, value: jax.Array) -
     bad = jnp.isnan(value)
 
     def poisoned() -> jax.Array:
-        seen = jnp.broadcast_to(view.seen(s), weights.shape).astype(weights.dtype)
-        hit = product(seen, bad.astype(weights.dtype)) > 0
+        hit = product(view.seen(s).astype(weights.dtype), bad.astype(weights.dtype)) > 0
         return jnp.where(hit, jnp.nan, product(weights, jnp.where(bad, 0, value)))
 
     return lax.cond(bad.any(), poisoned, lambda: product(weights, value))

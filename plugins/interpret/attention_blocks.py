@@ -2,7 +2,8 @@
 
 Both kernels work head-major, [B, K, G, T, H] for queries and [B, K, S, H] for keys, with the G query heads
 that read one key/value head side by side, so that grouped heads are rows of one product and nothing is
-repeated in memory. Inputs are whole arrays that the kernels slice: interpret mode copies an input back at
+repeated in memory. Inside they have three axes, [batch heads, rows, keys]: XLA's reductions take twice as long
+with five. Inputs are whole arrays that the kernels slice: interpret mode copies an input back at
 every grid step if its block moves, and costs nothing if it does not.
 """
 
@@ -115,16 +116,9 @@ def with_channels(array: jax.Array) -> jax.Array:
 
 
 def product(lhs: jax.Array, rhs: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """`lhs @ rhs`, or `lhs @ rhs^T`, for each batch element and head; axes between those and the last are rows.
-
-    Shapes [batch, heads, ..., X] and [batch, heads, X..., Y] (transposed: [batch, heads, Y, X]) give
-    [batch, heads, ..., Y]. With more than one batch axis XLA would copy a transposed operand.
-    """
-    flat = lhs.shape[0] * lhs.shape[1]
-    a, b = (array.reshape(flat, -1, array.shape[-1]) for array in (lhs, rhs))
+    """`lhs @ rhs` for each head: [heads, X, Y] by [heads, Y, Z], or by [heads, Z, Y] if `transposed`."""
     dimensions = (((2,), (2 if transposed else 1,)), ((0,), (0,)))
-    result = lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST)
-    return result.reshape(*lhs.shape[:-1], result.shape[-1])
+    return lax.dot_general(lhs, rhs, dimensions, precision=lax.Precision.HIGHEST)
 
 
 def grid_start(blocks: Blocks, axis: int) -> Scalar:
@@ -186,6 +180,27 @@ class View:
         """Index of the block's batch elements and heads."""
         return pl.ds(self.b, self.blocks.batch), pl.ds(self.h, self.blocks.heads)
 
+    @property
+    def rows(self) -> int:
+        """Rows of a block of scores: its queries for each of the query heads of a key/value head."""
+        return self.blocks.G * self.blocks.q
+
+    def queries(self, name: str) -> jax.Array:
+        """The block's rows of an array of queries: [batch heads, rows, channels]."""
+        block = self.refs[name][*self.heads, :, pl.ds(self.t, self.blocks.q)]
+        return block.reshape(-1, self.rows, *block.shape[4:])
+
+    def keys(self, name: str, s: Scalar) -> jax.Array:
+        """The block of keys from `s` on of an array of keys or values: [batch heads, kv, channels]."""
+        block = self.refs[name][*self.heads, pl.ds(s, self.blocks.kv)]
+        return block.reshape(-1, *block.shape[2:])
+
+    def spread(self, array: jax.Array) -> jax.Array:
+        """[#batch, #heads, #G, #q, X] to [batch heads, rows, X]."""
+        blocks = self.blocks
+        shape = (blocks.batch, blocks.heads, blocks.G, blocks.q, array.shape[4])
+        return jnp.broadcast_to(array, shape).reshape(-1, self.rows, array.shape[4])
+
     def length(self, which: int) -> Any:
         """Valid queries (0) or keys (1), or the diagonal (2), of each batch element: [batch, 1, 1, 1, 1], or an int."""
         blocks, params = self.blocks, self.blocks.request.params
@@ -194,10 +209,10 @@ class View:
         return self.refs["lengths"][which, pl.ds(self.b, blocks.batch)].reshape(-1, 1, 1, 1, 1)
 
     def valid_rows(self) -> jax.Array | None:
-        """Which rows are valid queries, [batch, 1, 1, q, 1]; None if all that will be read are."""
+        """Which rows are valid queries, [batch heads, rows, 1]; None if all that will be read are."""
         if "lengths" not in self.refs:
             return None
-        return self.t + _iota(self.blocks.q, 3) < self.length(0)
+        return self.spread(self.t + _iota(self.blocks.q, 3) < self.length(0))
 
     def walk(self, step: Callable[[Scalar, bool, Any], Any], start: Callable[[], Any]) -> Any:
         """Folds `step(first key, masked, carry)` over the key blocks that any row of the block sees.
@@ -219,7 +234,7 @@ class View:
             j = j + (high if isinstance(before, int) and not before else jnp.where(j < before, first, high - before))
             if not self.selective:
                 return step(j * size, True, c)
-            return lax.cond(self.seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
+            return lax.cond(self._seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
 
         return loop(0, before + _upper(last - high, 0), edge, carry)
 
@@ -250,7 +265,15 @@ class View:
         return "mask" in self.refs or "q_segments" in self.refs or "bias" in self.refs
 
     def seen(self, s: Scalar) -> jax.Array:
-        """Who sees the keys from `s` on: broadcasts to [batch, heads, G, q, kv]."""
+        """Who sees the keys from `s` on: [batch heads, rows, kv]."""
+        return self.spread(self._seen(s))
+
+    def bias(self, s: Scalar) -> jax.Array:
+        """The bias of the keys from `s` on: broadcasts to [batch heads, rows, kv]."""
+        bias = self.refs["bias"][self.at("bias", s)]
+        return self.spread(jnp.broadcast_to(bias, (*bias.shape[:4], self.blocks.kv)))
+
+    def _seen(self, s: Scalar) -> jax.Array:
         blocks, params, refs = self.blocks, self.blocks.request.params, self.refs
         rows, columns = self.t + _iota(blocks.q, 3), s + _iota(blocks.kv, 4)
         seen = columns < self.length(1)

@@ -115,20 +115,17 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
 
     def rows(i: Scalar, carry: Any) -> Any:
         view = View(blocks, refs, b, h, i * blocks.q)
-        query, d_out, lse, delta = (
-            refs[name][*view.heads, :, pl.ds(view.t, blocks.q)] for name in ("query", "d_out", "lse", "delta")
-        )
-        query_t, d_out_t = (jnp.swapaxes(_merge(array), 2, 3) for array in (query, d_out))
+        query, d_out, lse, delta = (view.queries(name) for name in ("query", "d_out", "lse", "delta"))
+        query_t, d_out_t = jnp.swapaxes(query, 1, 2), jnp.swapaxes(d_out, 1, 2)
 
         def step(s: Scalar, masked: bool, d_query: jax.Array | None) -> Any:
-            keys = pl.ds(s, blocks.kv)
-            key, value = (refs[name][*view.heads, keys] for name in ("key", "value"))
+            key, value = view.keys("key", s), view.keys("value", s)
             scores = product(query, key, transposed=True)
             if params.soft_cap is not None:
                 slope = jnp.tanh(scores / params.soft_cap)
                 scores = params.soft_cap * slope
             if "bias" in refs:
-                scores = scores + refs["bias"][view.at("bias", s)]
+                scores = scores + view.bias(s)
             weights = jnp.exp(scores - lse[..., None])
             d_scores = product(d_out, value, transposed=True) - delta[..., None]
             if masked:
@@ -137,15 +134,16 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
                 d_scores = jnp.where(seen, d_scores, 0)
             d_scores = weights * d_scores
             if "value" in outs:
-                outs["value"][:, :, :, keys] += product(d_out_t, weights)
+                _add(outs["value"], s, product(d_out_t, weights))
             if "bias" in outs:
                 at = view.at("bias", s)
                 alone = tuple(i for i, size in enumerate(outs["bias"].shape) if size == 1)
-                outs["bias"][at] += d_scores.sum(alone, keepdims=True)
+                split = d_scores.reshape(blocks.batch, blocks.heads, blocks.G, blocks.q, blocks.kv)
+                outs["bias"][at] += split.sum(alone, keepdims=True)
             if params.soft_cap is not None:
                 d_scores = d_scores * (1 - slope * slope)
             if "key" in outs:
-                outs["key"][:, :, :, keys] += product(query_t, d_scores)
+                _add(outs["key"], s, product(query_t, d_scores))
             if "query" not in outs:
                 return d_query
             more = product(d_scores, key)
@@ -153,15 +151,17 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
 
         d_query = view.walk(step, lambda: jnp.zeros(query.shape, blocks.dtype))
         if "query" in outs:
-            outs["query"][:, :, :, pl.ds(view.t, blocks.q)] = d_query * params.scale
+            d_query = (d_query * params.scale).reshape(blocks.batch, blocks.heads, blocks.G, blocks.q, -1)
+            outs["query"][:, :, :, pl.ds(view.t, blocks.q)] = d_query
         return carry
 
     loop(0, blocks.T_padded // blocks.q, rows, ())
 
 
-def _merge(array: jax.Array) -> jax.Array:
-    """[batch, heads, G, q, ...] to [batch, heads, G q, ...]: the query heads of a key/value head are rows too."""
-    return array.reshape(*array.shape[:2], -1, *array.shape[4:])
+def _add(ref: Any, s: Scalar, more: jax.Array) -> None:
+    """Adds [batch heads, channels, kv] to the keys from `s` on of [batch, heads, channels, S_padded]."""
+    at = (slice(None), slice(None), slice(None), pl.ds(s, more.shape[-1]))
+    ref[at] += more.reshape(*ref.shape[:3], more.shape[-1])
 
 
 def _unkeys(array: jax.Array) -> jax.Array:
