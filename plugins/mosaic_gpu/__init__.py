@@ -1,0 +1,41 @@
+"""The `mosaic_gpu` backend: Pallas Mosaic kernels for NVIDIA GPUs of compute capability 9.0 and 10.x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opmux.core.implementation import BackendInfo, Implementation
+from opmux.plugins.mosaic_gpu import add_config, reduce_config
+from opmux.registry import hookimpl
+
+
+@hookimpl
+def opmux_backend() -> BackendInfo:
+    """What the backend is."""
+    return BackendInfo(
+        "mosaic_gpu",
+        summary="Pallas Mosaic GPU kernels: TMA, warp specialization",
+        platforms=("cuda",),
+        tier="kernel",
+        simulator="opmux.plugins.mosaic_gpu.simulator:simulate",
+        install_hint="pip install 'jax[cuda13]' absl-py; absl-py alone for the simulator",
+    )
+
+
+@hookimpl
+def opmux_implementations() -> Iterable[Implementation]:
+    """One implementation an op; backwards are the autodiff of the references."""
+    yield Implementation(
+        op="add",
+        kernel="opmux.plugins.mosaic_gpu.add:add",
+        supports=add_config.supports,
+        config=add_config.AddConfig,
+        default_config=add_config.default_config,
+    )
+    yield Implementation(
+        op="reduce",
+        kernel="opmux.plugins.mosaic_gpu.reduce:reduce",
+        supports=reduce_config.supports,
+        config=reduce_config.ReduceConfig,
+        default_config=reduce_config.default_config,
+    )

@@ -1,0 +1,94 @@
+"""What the kernels of this backend share: how they are launched, and what a simulator cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from opmux.core import compat
+
+COMPUTE_WARPGROUPS = 2
+MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
+"""The warpgroup that issues copies comes last."""
+
+_LANES = 128
+
+
+def launch(
+    body: Callable[..., None], out: jax.ShapeDtypeStruct, *, name: str, grid: int, scratch: Sequence[Any] = (),
+    specialized: bool = False,
+) -> Callable[..., jax.Array]:  # fmt: skip
+    """A kernel of blocks along the axis `cta`: of one warpgroup each, or of compute and memory warpgroups, `wg`."""
+    threads: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "wg"} if specialized else {}
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=tuple(scratch),
+        grid=(grid,),
+        grid_names=("cta",),
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **threads,
+    )
+
+
+def barriers(num_stages: int, num_arrivals: int) -> Any:
+    """One barrier for each stage."""
+    return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
+
+
+def count(first: jax.Array, stop: int, step: int) -> jax.Array:
+    """How many numbers `first, first + step, …` lie below `stop`."""
+    return lax.div(lax.max(stop - first, 0) + (step - 1), step)
+
+
+def for_each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
+    """Calls `body` with each number in turn."""
+
+    def step(number: Any, carry: None) -> None:
+        body(number)
+
+    lax.fori_loop(start, stop, step, None)
+
+
+def drain(empty: Any, num_copies: Any, num_stages: int) -> None:
+    """Waits until the last stages were handed back: a warpgroup must see every phase of a barrier it waits on."""
+    for_each(
+        lax.max(num_copies - num_stages, 0),
+        num_copies,
+        lambda copy: plgpu.barrier_wait(empty.at[lax.rem(copy, num_stages)]),
+    )
+
+
+def wide(array: jax.Array) -> jax.Array:
+    """The array, spread over a warpgroup in pieces of 16 bytes where it is long enough.
+
+    Left to itself the compiler takes 8. A simulator has no registers, so there is nothing to spread.
+    """
+    piece = min(16 // array.dtype.itemsize, array.size // _LANES)
+    if compat.in_gpu_simulator() or array.size % (piece * _LANES):
+        return array
+    return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED(array.shape, piece))
+
+
+def pad_for_simulator(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
+    """The array, padded with zeros to a multiple of the tile along each axis, where a simulator needs it to be.
+
+    TMA fills with zeros past the end of an array and stores nothing there. Some simulators raise instead.
+    """
+    if not compat.in_gpu_simulator() or compat.gpu_simulator_clips_tma():
+        return array
+    short = [-size % multiple for size, multiple in zip(array.shape, multiples, strict=True)]
+    return jnp.pad(array, [(0, more) for more in short]) if any(short) else array
+
+
+def padded_for_simulator(shape: Sequence[int], multiples: Sequence[int]) -> tuple[int, ...]:
+    """The shape that `pad_for_simulator` would give."""
+    if not compat.in_gpu_simulator() or compat.gpu_simulator_clips_tma():
+        return tuple(shape)
+    return tuple(size + -size % multiple for size, multiple in zip(shape, multiples, strict=True))
