@@ -1,0 +1,64 @@
+"""How partial results of a reduction are joined, in terms that Mosaic compiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_JOIN = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An associative combination of numbers.
+
+    Attributes:
+      kind: which.
+      dtype: float32 or int32, in which it is computed.
+    """
+
+    kind: Literal["sum", "max", "min", "prod"]
+    dtype: np.dtype[Any]
+
+    @property
+    def identity(self) -> Any:
+        """What joins without changing the result."""
+        if self.kind in ("sum", "prod"):
+            return np.asarray(self.kind == "prod", self.dtype)
+        lowest = self.kind == "max"
+        if self.dtype.kind == "i":
+            return np.asarray(np.iinfo(self.dtype).min if lowest else np.iinfo(self.dtype).max, self.dtype)
+        return np.asarray(-np.inf if lowest else np.inf, self.dtype)
+
+    def join(self, one: jax.Array, other: jax.Array) -> jax.Array:
+        """Two partial results."""
+        return _JOIN[self.kind](one, other)
+
+    def mask(self, block: jax.Array, axis: int, length: Any) -> jax.Array:
+        """The block with the identity in place of what lies at and after `length`, where anything may be."""
+        place = lax.broadcasted_iota(jnp.int32, block.shape, axis)
+        return jnp.where(place < length, block, self.identity)
+
+    def over_axis(self, block: jax.Array, axis: int, keep: bool = True) -> jax.Array:
+        """The block reduced over an axis, which keeps length 1 or is dropped."""
+        if self.kind == "sum":
+            # The dtype is repeated because jnp would widen int32 where 64 bits are enabled.
+            return jnp.sum(block, axis=axis, keepdims=keep, dtype=self.dtype)
+        if self.kind == "max":
+            return jnp.max(block, axis=axis, keepdims=keep)
+        if self.kind == "min":
+            return jnp.min(block, axis=axis, keepdims=keep)
+        # Mosaic has no reduction by products, so halves are multiplied until one is left.
+        while (size := block.shape[axis]) > 1:
+            half = size // 2
+            halves = [lax.slice_in_dim(block, start, start + half, axis=axis) for start in (0, half)]
+            joined = self.join(*halves)
+            if size % 2:
+                joined = self.join(joined, lax.slice_in_dim(block, size - 1, size, axis=axis))
+            block = joined
+        return block if keep else lax.squeeze(block, (axis,))
