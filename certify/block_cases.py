@@ -1,0 +1,72 @@
+"""Cases that fill at least three blocks along every axis, with odd tails, once blocks are made small.
+
+The cases of an op are small, so that every backend can run all of them: most fit one block, and what blocks hand
+over to each other, buffers and accumulators, is never touched. These cases are for that. The last axis is a multiple
+of 16 bytes but of no block, so that copies by TMA are possible and end in the middle of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opmux.core.cases.add import BF16, F32, random_array
+from opmux.core.cases.case import Case
+from opmux.core.config import Config
+
+
+def block_cases(op: str) -> tuple[Case, ...]:
+    """The cases of an op; none for one that has no entry here."""
+    return _CASES.get(op, ())
+
+
+def small_blocks(schema: type[Config]) -> dict[str, int]:
+    """Fields of a config that make its blocks as small as its schema allows, to override the defaults with.
+
+    A length that must be a multiple of something becomes that; counts (`num_stages`, `num_ctas`) become two, so that
+    slots are handed over; thresholds that may be zero become zero, so that the path for large arrays is taken.
+    """
+    found: dict[str, int] = {}
+    for name, field in schema.model_fields.items():
+        bounds = {kind: value for bound in field.metadata for kind, value in _bound(bound)}
+        if field.annotation is not int or "le" in bounds and bounds["le"] < 2:
+            continue
+        if name.startswith("num_"):
+            found[name] = 2
+        elif "multiple_of" in bounds:
+            found[name] = bounds["multiple_of"] * max(1, -(-bounds.get("ge", 1) // bounds["multiple_of"]))
+        elif bounds.get("ge") == 0:
+            found[name] = 0
+    return found
+
+
+def _bound(bound: Any) -> list[tuple[str, int]]:
+    return [(kind, getattr(bound, kind)) for kind in ("ge", "le", "multiple_of") if hasattr(bound, kind)]
+
+
+def _add(name: str, x: tuple[int, ...], y: tuple[int, ...], dtype: Any = F32) -> Case:
+    def build(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (random_array(rng, x, dtype), random_array(rng, y, dtype)), {}
+
+    return Case(name, build)
+
+
+def _reduce(name: str, x: tuple[int, ...], dtype: Any = F32, **options: Any) -> Case:
+    def build(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (random_array(rng, x, dtype),), options
+
+    return Case(name, build)
+
+
+_CASES: dict[str, tuple[Case, ...]] = {
+    "add": (
+        _add("blocks", (3, 35, 264), (3, 35, 264)),
+        _add("blocks_row", (3, 35, 264), (264,), BF16),
+    ),
+    "reduce": (
+        _reduce("blocks_last", (261, 300), axis=-1),
+        _reduce("blocks_first", (300, 264), axis=0),
+        _reduce("blocks_middle", (19, 261, 264), BF16, axis=1, kind="mean"),
+    ),
+}

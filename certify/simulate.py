@@ -1,0 +1,183 @@
+"""Every implementation on every case, in a simulator of its device: numbers against the oracle, races, wild reads.
+
+Runs share child processes, one kernel after the other. A kernel that waits for ever ends its child, when its limit
+is over, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from opmux import registry
+from opmux.certify.block_cases import block_cases
+from opmux.certify.children import Job, Outcome, run_jobs
+from opmux.certify.results import SimulateResult
+from opmux.certify.workloads import Level
+from opmux.core.cases.case import Case
+from opmux.core.op import Op
+from opmux.core.simulation import SimulatorOptions
+from opmux.testing import find_oracle
+
+LIMIT = 120.0
+"""Seconds for one run; a kernel that waits for a signal that was lost waits for ever."""
+
+_ENVIRONMENT: dict[str, str | None] = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": None,
+    "OPMUX_BACKEND": None,
+    "OPMUX_SIMULATE": None,
+    "XLA_FLAGS": None,
+}
+
+# Copies that happen late show what is read too early, and copies that happen early show what is overwritten too
+# early; the seed orders the grid points of parallel axes, and two cores take them by turns.
+_ON_WAIT = SimulatorOptions(dma="on_wait", seed=0, cores=2)
+_EAGER = SimulatorOptions(dma="eager", seed=1, cores=2)
+MODES: dict[str, tuple[SimulatorOptions, ...]] = {"tpu": (_ON_WAIT, _EAGER), "cuda": (SimulatorOptions(),)}
+"""Simulator options of every run, by platform."""
+MORE_MODES: dict[str, tuple[SimulatorOptions, ...]] = {
+    "tpu": (
+        SimulatorOptions(dma="on_wait"),
+        SimulatorOptions(dma="eager"),
+        SimulatorOptions(dma="on_wait", seed=2, cores=2),
+        SimulatorOptions(dma="eager", seed=3, cores=2),
+    )
+}
+"""Options that cases of several blocks are run with in addition, at level `full`."""
+
+
+class SimulateJob(BaseModel):
+    """One implementation to run on one case.
+
+    Attributes:
+      backend: name of the backend.
+      op: name of the op, or of its backward (`attention_vjp`), whose gradients are compared with differences of the
+        oracle.
+      case: name of a case of the op.
+      options: options of the simulator.
+      platform: JAX platform of the backend's device; says which options matter.
+      small_blocks: blocks are made as small as the kernel's config allows.
+      config: further fields that override the kernel's default config.
+      plugins: modules to register as plugins in the child, besides those of entry points.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str
+    op: str
+    case: str
+    options: SimulatorOptions = SimulatorOptions()
+    platform: str = ""
+    small_blocks: bool = False
+    config: dict[str, object] = {}
+    plugins: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> str:
+        """The options that matter, as text."""
+        found: list[str] = []
+        if self.platform == "tpu":
+            seed = [] if self.options.seed is None else [f"seed={self.options.seed}"]
+            found += [f"dma={self.options.dma}", *seed, f"cores={self.options.cores}"]
+        if self.platform == "cuda":
+            found += [f"tma_threads={self.options.tma_threads}"]
+        return " ".join([*found, *(["blocks=small"] if self.small_blocks else [])])
+
+    @property
+    def key(self) -> str:
+        """As `SimulateResult.key`."""
+        return f"{self.backend}/{self.op}/{self.case}/{self.mode}"
+
+
+def plan(backends: Iterable[str], ops: Iterable[str], level: Level) -> tuple[list[SimulateJob], list[str]]:
+    """What is to be run for some backends and ops, and what cannot be: ops that have no oracle.
+
+    Level `quick` runs the cases that stand for transforms, and those of several blocks; `full` runs every case, and
+    those of several blocks under more options.
+
+    Args:
+      backends: names of backends; those without a simulator have nothing to run.
+      ops: names of forward ops.
+      level: how much.
+    """
+    known, wanted = registry.backends(), set(ops)
+    jobs: list[SimulateJob] = []
+    skipped: list[str] = []
+    for backend in backends:
+        if not known[backend].simulator:
+            continue
+        platform = next(iter(known[backend].platforms), "")
+        for implementation in registry.implementations():
+            name = implementation.op.removesuffix("_vjp")
+            if implementation.backend != backend or name not in wanted:
+                continue
+            op = registry.ops()[name]
+            try:
+                find_oracle(name)
+            except LookupError:
+                skipped.append(f"simulating {backend} {implementation.op}: opmux has no oracle of the op {name!r}")
+                continue
+            jobs += _jobs(backend, op, implementation.op, platform, level)
+    return jobs, skipped
+
+
+def _jobs(backend: str, op: Op, implemented: str, platform: str, level: Level) -> Iterator[SimulateJob]:
+    modes = MODES.get(platform, (SimulatorOptions(),))
+    more = MORE_MODES.get(platform, ()) if level == "full" else ()
+    backward = implemented != op.name
+
+    def job(case: Case, options: SimulatorOptions, small: bool) -> SimulateJob:
+        return SimulateJob(
+            backend=backend, op=implemented, case=case.name, options=options, platform=platform, small_blocks=small
+        )
+
+    for case in block_cases(op.name):
+        for options in (*modes, *more):
+            yield job(case, options, not backward)
+    for case in op.cases():
+        if (level == "full" or case.transforms) and (case.grad or not backward):
+            for options in modes:
+                yield job(case, options, False)
+
+
+def simulate(
+    jobs: Sequence[SimulateJob], *, parallel: int | None = None, limit: float = LIMIT
+) -> Iterator[SimulateResult]:
+    """Runs jobs in child processes and yields each result when it is there, in any order.
+
+    Args:
+      jobs: what to run.
+      parallel: child processes at a time; None is one for each CPU.
+      limit: seconds for one run.
+    """
+    found = [
+        Job("opmux.certify.simulated:simulate_job", job.model_dump(mode="json"), limit, _ENVIRONMENT, job.backend)
+        for job in jobs
+    ]
+    by_payload = {id(job.payload): own for job, own in zip(found, jobs, strict=True)}
+    for outcome in run_jobs(found, parallel=parallel):
+        yield _result(by_payload[id(outcome.job.payload)], outcome)
+
+
+def _result(job: SimulateJob, outcome: Outcome) -> SimulateResult:
+    where = {"backend": job.backend, "op": job.op, "case": job.case, "mode": job.mode}
+    if outcome.status != "ok":
+        kind = "hang" if outcome.status == "timeout" else "error"
+        words = outcome.words
+        if kind == "hang":
+            words = f"no end after {outcome.job.limit:g} seconds: it waits for a signal that nothing sends, or is slow"
+        return SimulateResult(
+            **where, status=outcome.status, kind=kind, words=words, seconds=outcome.seconds
+        )
+    result = SimulateResult.model_validate({**where, **outcome.value})
+    if result.kind == "race":
+        return result.model_copy(update={"words": "\n".join([result.words, *_races(outcome.log)])})
+    return result
+
+
+def _races(log: str, most: int = 3) -> list[str]:
+    """Where the simulator says the races are, which some versions print only."""
+    said = [line.strip()[:400] for line in log.splitlines() if "RACE DETECTED" in line]
+    return said[:most]
