@@ -92,11 +92,16 @@ def compile_exported(payload: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def words(error: Exception, lines: int = 12, width: int = 400) -> str:
-    """What an exception says, without the dumps of code that compilers append."""
-    kept = [line.rstrip()[:width] for line in str(error).splitlines() if line.strip()]
-    kept = [line for line in kept if not re.match(r"^\s*(For simplicity, JAX|-{10,})", line)]
+def words(error: Exception, lines: int = 12) -> str:
+    """What an exception says, without the dumps of code that compilers put into it and after it."""
+    kept = [_shortened(line.rstrip()) for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in kept if not re.match(r"\s*(For simplicity, JAX|-{10,})", line)]
     return "\n".join([f"{type(error).__name__}: {kept[0] if kept else ''}", *kept[1:lines]])
+
+
+def _shortened(line: str, width: int = 500) -> str:
+    # The figures are at the end, after the text of the operation.
+    return line if len(line) <= width else f"{line[: width // 2]} ... {line[-width // 2 :]}"
 
 
 def _spilled(kernels: tuple[KernelMeasures, ...], allowed: int) -> str:

@@ -24,7 +24,21 @@ _PTX = {
     "stmatrix": r"stmatrix\.",
     "setmaxnreg": r"setmaxnreg\.",
 }
-_SASS = ("HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "STSM", "LDSM", "LDG", "STG", "LDL", "STL")
+_SASS = (
+    "HGMMA",
+    "QGMMA",
+    "IGMMA",
+    "UTCHMMA",
+    "UTMALDG",
+    "UTMASTG",
+    "UBLKCP",
+    "STSM",
+    "LDSM",
+    "LDG",
+    "STG",
+    "LDL",
+    "STL",
+)
 _SHOWN_AT_ZERO = ("HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL", "narrow_global")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[\w:]+)*)")
 _WARNING = re.compile(r"^.*(?:\(C\d{4}\)|ptxas warning).*$", re.MULTILINE)
@@ -44,8 +58,8 @@ def figures(ptxas: str, ptx: str, sass: str = "", passes: str = "", resources: s
       `registers` a thread, `barriers`, `stack_bytes`, `spill_store_bytes`, `spill_load_bytes`, `local_bytes`,
       `smem_static_bytes`, `smem_dynamic_bytes`, `threads` a block; counts in the PTX: `wgmma`, `tma_loads`,
       `tma_stores`, `mbarrier_waits`, `mbarrier_arrivals`, `stmatrix`, `setmaxnreg`, `tcgen05_mma`; counts in the
-      machine code by opcode (`HGMMA`, `UTMALDG`, `UTMASTG`, `LDL`, `STL`, ...), `instructions` without padding, and
-      `narrow_global`: accesses to global memory of less than 16 bytes a thread.
+      machine code by opcode (`HGMMA`, `UTMALDG`, `UTMASTG`, `UBLKCP` for TMA without a tensor, `LDL`, `STL`, ...),
+      `instructions` without padding, and `narrow_global`: accesses to global memory of less than 16 bytes a thread.
     """
     found = {name: _first(pattern, ptxas) for name, pattern in _REPORT.items()}
     found["local_bytes"] = max(found["local_bytes"], found["stack_bytes"])

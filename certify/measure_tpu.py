@@ -77,10 +77,10 @@ def _span(extents: list[tuple[int, int]]) -> int:
 
 def _slots(text: str) -> tuple[list[str], list[list[int]]]:
     """Units by the header, which differs between versions, and the slots used of them in each bundle."""
-    lines = text.splitlines()
-    header = next((line for line in lines if "VLOAD" in line), "")
+    head, _, table = text.partition("== UTILIZATION:")
+    header = next((line for line in head.splitlines() if "VLOAD" in line), "")
     units = [name.strip() for name in header.split(",")]
-    rows = [[int(count) for count in line.split()] for line in lines if re.fullmatch(r"(\d+ )+\d+ ?", line)]
+    rows = [[int(count) for count in line.split()] for line in table.splitlines() if line.strip()]
     return [_UNITS.get(unit, unit.lower()) for unit in units], rows
 
 

@@ -1,0 +1,127 @@
+"""Workloads, jobs and the cache: what needs no compiler."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from opmux import registry
+from opmux.certify import cache, compiling, program, workloads
+from opmux.certify.job import CompileJob, Workload, abstract
+from opmux.certify.kernels import pallas_calls
+from opmux.certify.results import CompileResult
+from opmux.core.errors import SettingError, UnknownDeviceError
+from opmux.core.request import ArraySpec
+
+OPS = ("add", "reduce", "matmul", "attention", "chunk_fwd_h")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_workload_is_a_request_forward_and_backward(name):
+    op = registry.ops()[name]
+    full = workloads.workloads(op, "full")
+    quick = workloads.workloads(op, "quick")
+    assert quick == full[: len(quick)]
+    assert 2 <= len(quick) <= 3
+    assert len({each.name for each in full}) == len(full) > len(quick)
+    for each in full:
+        forward = program.request(op, job(op=name, workload=each))
+        assert forward.op == name
+        assert op.cost(forward).bytes > 0
+        backward = program.request(op, job(op=f"{name}_vjp", workload=each))
+        assert backward.op == f"{name}_vjp"
+        assert set(backward.wanted) <= set(op.differentiable)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_without_workloads_is_compiled_for_its_cases(name, monkeypatch):
+    op = registry.ops()[name]
+    monkeypatch.setattr(workloads, "_WORKLOADS", {})
+    assert len(workloads.workloads(op, "quick")) == workloads.FROM_CASES
+    for each in workloads.workloads(op, "full"):
+        copied = Workload.model_validate_json(each.model_dump_json())
+        assert program.request(op, job(op=name, workload=copied)).op == name
+    workloads.add(name, [each])
+    assert workloads.workloads(op, "full") == (each,)
+
+
+def test_packed_sequences_keep_their_offsets():
+    op = registry.ops()["chunk_fwd_h"]
+    packed = next(each for each in workloads.workloads(op, "quick") if "cu_seqlens" in each.args)
+    asked = program.request(op, job(op="chunk_fwd_h", workload=packed))
+    starts = np.asarray(packed.args["cu_seqlens"])
+    assert asked["cu_seqlens"].shape == starts.shape
+    chunks = int(np.sum(-(-np.diff(starts) // 64)))
+    assert op.outputs(asked)["h"].shape[1] == chunks
+
+
+@pytest.mark.parametrize("text", ["bf16[2,1024,8,128]", "f32[]", "s8[7]", "bool[3,0]", "float8_e4m3fn[4]", "u16[1]"])
+def test_abstract_arrays_are_read_back(text):
+    assert str(ArraySpec.of(abstract(text))) == text
+    assert abstract("bfloat16[ 2, 3 ]") == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("text", ["f32", "f32[2", "f32[a]", "f31[2]", "f32[2,]", "[2]"])
+def test_other_text_is_no_array(text):
+    with pytest.raises(SettingError):
+        abstract(text)
+
+
+def test_targets_that_nobody_compiles_for():
+    with pytest.raises(UnknownDeviceError, match=r"a100.*tpu-v6e"):
+        compiling.compile_jobs([job(target="a100")])
+    with pytest.raises(UnknownDeviceError):
+        compiling.missing("cpu")
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch):
+    monkeypatch.setattr(compiling, "_installed", lambda module: False)
+    monkeypatch.setattr(compiling, "_tool", lambda name: False)
+    assert compiling.missing("tpu-v6e") == "compiling for tpu-v6e needs libtpu: pip install 'opmux[certify]'"
+    with pytest.raises(compiling.MissingCompilerError, match=r"^compiling for h200 needs .*ptxas.*opmux\[certify\]'$"):
+        compiling.compile_jobs([job(target="h200")])
+
+
+def test_the_cache_returns_what_was_kept_and_survives_damage(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPMUX_CACHE", str(tmp_path))
+    result = CompileResult(backend="b", op="add", workload="w", target="h200", status="ok", flops=3.0)
+    key = cache.key("text", "h200", {})
+    assert cache.load(key) is None
+    cache.save(key, result)
+    assert cache.load(key) == result
+    (path,) = (tmp_path / "certify").iterdir()
+    for damage in ("", "{", json.dumps({"backend": 1}), "[]"):
+        path.write_text(damage)
+        assert cache.load(key) is None
+    monkeypatch.setenv("OPMUX_CACHE", str(path))  # a file: nothing can be kept there, and nothing is said
+    cache.save(key, result)
+
+
+def test_the_key_tells_texts_targets_flags_and_versions_apart(monkeypatch):
+    keys = {cache.key("a", "h100", {}), cache.key("b", "h100", {}), cache.key("a", "h200", {})}
+    keys |= {cache.key("a", "h100", {"f": "1"}), cache.key("a", "h100", {"f": "2"})}
+    monkeypatch.setattr(cache, "versions", lambda: {"libtpu": "9"})
+    keys.add(cache.key("a", "h100", {}))
+    assert len(keys) == 6
+
+
+def test_kernels_are_found_in_a_program_and_data_that_branches_depend_on(toys):
+    from certify_toy_kernels import TPU
+
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+
+    def run(x, y):
+        return jax.lax.fori_loop(0, 2, lambda _, x: TPU["branch"](TPU["plain"](x, y), y), x)
+
+    found = list(pallas_calls(jax.jit(run).trace(x, x).jaxpr))
+    assert [(call.name, call.steps, call.data_dependent) for call in found] == [
+        ("toy_plain", 4, False),
+        ("toy_branch", 8, True),
+    ]
+
+
+def job(op="add", workload=None, target="tpu-v6e", **fields):
+    workload = workload or Workload(name="w", args={"x": "f32[8,128]", "y": "f32[8,128]"})
+    return CompileJob(backend="toy", op=op, workload=workload, target=target, **fields)
