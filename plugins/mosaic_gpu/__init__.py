@@ -8,6 +8,8 @@ from opmux.core.implementation import BackendInfo, Implementation
 from opmux.plugins.mosaic_gpu import add_config, reduce_config
 from opmux.registry import hookimpl
 
+_FIRST_ON_CUDA = {"cuda": 20}
+
 
 @hookimpl
 def opmux_backend() -> BackendInfo:
@@ -31,6 +33,7 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=add_config.supports,
         config=add_config.AddConfig,
         default_config=add_config.default_config,
+        priority=_FIRST_ON_CUDA,
     )
     yield Implementation(
         op="reduce",
@@ -38,4 +41,5 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=reduce_config.supports,
         config=reduce_config.ReduceConfig,
         default_config=reduce_config.default_config,
+        priority=_FIRST_ON_CUDA,
     )
