@@ -45,7 +45,9 @@ class Problem:
 
 GROUPS = {
     "long": [Problem(T=T, causal=c, grad=g) for T in (2048, 4096) for c in (False, True) for g in (False, True)],
-    "short": [Problem(T=T, causal=c, grad=g) for T in (16, 64, 128, 256, 512) for c in (False, True) for g in (False, True)],
+    "short": [
+        Problem(T=T, causal=c, grad=g) for T in (16, 64, 128, 256, 512) for c in (False, True) for g in (False, True)
+    ],
     "odd": [Problem(T=T, causal=c) for T in (17, 131, 601, 1003) for c in (False, True)],
     "batch": [Problem(B=8, T=64, causal=True), Problem(B=8, T=64, grad=True), Problem(B=4, T=256), Problem(B=4, T=33)],
     "bfloat16": [Problem(T=T, dtype=jnp.bfloat16, causal=c) for T in (64, 512, 2048) for c in (False, True)],

@@ -62,6 +62,8 @@ def _blocks(request: Request) -> AttentionConfig:
     B, T, N, _ = request["query"].shape
     S, K = request["key"].shape[1:3]
     B, T, S, G = max(B, 1), max(T, 1), max(S, 1), max(N // K, 1)
+    if B * N * T * S <= _SCORES // 2:
+        return AttentionConfig(block_q=T, block_kv=S, block_heads=max(K, 1), block_batch=B)
     cut = request.params.banded or any(name in request for name in ("q_lengths", "kv_lengths", "q_segments", "mask"))
     q = _even(T, max(min(_ROWS // G, max(128, min(512, T // 2)) if cut else _ROWS), 1))
     heads = divisor(max(K, 1), _ROWS // (G * q))
