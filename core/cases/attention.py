@@ -196,7 +196,8 @@ def _bands() -> Iterator[Case]:
             f"window_zero_{alignment}", T=6, S=9, local_window_size=0, causal_alignment=alignment, grad=False
         )
         yield make_case(f"lengths_causal_{alignment}", B=4, T=6, S=8, is_causal=True, causal_alignment=alignment,
-                        query_seq_lengths=[6, 2, 4, 3], key_value_seq_lengths=[8, 5, 2, 0], return_residual=True)  # fmt: skip
+                        query_seq_lengths=[6, 2, 4, 3], key_value_seq_lengths=[8, 5, 2, 0],
+                        return_residual=True)  # fmt: skip
         yield make_case(f"lengths_window_{alignment}", B=3, T=6, S=8, local_window_size=(1, 2),
                         causal_alignment=alignment, query_seq_lengths=[6, 3, 1],
                         key_value_seq_lengths=[3, 8, 6])  # fmt: skip
