@@ -15,6 +15,9 @@ from opmux.core.cases.add import BF16, F32, random_array
 from opmux.core.cases.case import Case
 from opmux.core.config import Config
 
+_SHORTEST = 16
+"""Shorter blocks hand over no better, and simulators take their time for each."""
+
 
 def block_cases(op: str) -> tuple[Case, ...]:
     """The cases of an op; none for one that has no entry here."""
@@ -22,27 +25,28 @@ def block_cases(op: str) -> tuple[Case, ...]:
 
 
 def small_blocks(schema: type[Config]) -> dict[str, int]:
-    """Fields of a config that make its blocks as small as its schema allows, to override the defaults with.
+    """Fields of a config that make its blocks about as small as its schema allows, to override the defaults with.
 
-    A length that must be a multiple of something becomes that; counts (`num_stages`, `num_ctas`) become two, so that
-    slots are handed over; thresholds that may be zero become zero, so that the path for large arrays is taken.
+    A length that must be a multiple of something becomes the first one from 16 on; counts (`num_stages`, `num_ctas`)
+    become two, so that slots are handed over; thresholds that may be zero become zero, so that the path for large
+    arrays is taken.
     """
     found: dict[str, int] = {}
     for name, field in schema.model_fields.items():
-        bounds = {kind: value for bound in field.metadata for kind, value in _bound(bound)}
-        if field.annotation is not int or "le" in bounds and bounds["le"] < 2:
+        at_least, at_most, step = (_bound(field.metadata, kind) for kind in ("ge", "le", "multiple_of"))
+        if field.annotation is not int:
             continue
         if name.startswith("num_"):
-            found[name] = 2
-        elif "multiple_of" in bounds:
-            found[name] = bounds["multiple_of"] * max(1, -(-bounds.get("ge", 1) // bounds["multiple_of"]))
-        elif bounds.get("ge") == 0:
+            found[name] = min(2, at_most or 2)
+        elif step:
+            found[name] = min(step * -(-max(_SHORTEST, at_least or 0) // step), at_most or field.default)
+        elif at_least == 0:
             found[name] = 0
     return found
 
 
-def _bound(bound: Any) -> list[tuple[str, int]]:
-    return [(kind, getattr(bound, kind)) for kind in ("ge", "le", "multiple_of") if hasattr(bound, kind)]
+def _bound(metadata: list[Any], kind: str) -> int | None:
+    return next((getattr(bound, kind) for bound in metadata if hasattr(bound, kind)), None)
 
 
 def _add(name: str, x: tuple[int, ...], y: tuple[int, ...], dtype: Any = F32) -> Case:
@@ -67,6 +71,7 @@ _CASES: dict[str, tuple[Case, ...]] = {
     "reduce": (
         _reduce("blocks_last", (261, 300), axis=-1),
         _reduce("blocks_first", (300, 264), axis=0),
-        _reduce("blocks_middle", (19, 261, 264), BF16, axis=1, kind="mean"),
+        _reduce("blocks_middle", (3, 261, 264), BF16, axis=1, kind="mean"),
+        _reduce("blocks_short", (35, 9, 264), axis=1, kind="max"),
     ),
 }

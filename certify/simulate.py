@@ -168,10 +168,9 @@ def _result(job: SimulateJob, outcome: Outcome) -> SimulateResult:
         words = outcome.words
         if kind == "hang":
             words = f"no end after {outcome.job.limit:g} seconds: it waits for a signal that nothing sends, or is slow"
-        return SimulateResult(
-            **where, status=outcome.status, kind=kind, words=words, seconds=outcome.seconds
-        )
-    result = SimulateResult.model_validate({**where, **outcome.value})
+        found = {"status": outcome.status, "kind": kind, "words": words, "seconds": outcome.seconds}
+        return SimulateResult.model_validate(where | found)
+    result = SimulateResult.model_validate(where | outcome.value)
     if result.kind == "race":
         return result.model_copy(update={"words": "\n".join([result.words, *_races(outcome.log)])})
     return result
