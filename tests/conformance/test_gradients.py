@@ -1,4 +1,4 @@
-"""Gradients of every differentiable case on every built-in backend, against differences of the float64 oracle."""
+"""Gradients of every differentiable case on the backends that run anywhere, against differences of the float64 oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opmux.testing import check_case_gradients, conformance_params, differentiab
 
 
 @pytest.mark.parametrize(
-    ("subject", "case"), conformance_params(registry.ops(), registry.backends(), select=differentiable)
+    ("subject", "case"), conformance_params(registry.ops(), ["interpret", "xla"], select=differentiable)
 )
 def test_gradients(subject, case):
     with expected_rejections():

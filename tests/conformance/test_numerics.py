@@ -1,4 +1,4 @@
-"""Every case of every op on every built-in backend, against the float64 oracle."""
+"""Every case of every op on the backends that run anywhere, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from opmux import registry
 from opmux.testing import check_numerics, conformance_params, expected_rejections
 
-PARAMS = conformance_params(registry.ops(), registry.backends())
+PARAMS = conformance_params(registry.ops(), ["interpret", "xla"])
 
 
 @pytest.mark.parametrize(("subject", "case"), PARAMS)

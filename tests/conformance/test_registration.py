@@ -19,7 +19,7 @@ def test_registration(op, backend):
     check_registration(registry.ops()[op], backend)
 
 
-@pytest.mark.parametrize(("op", "backend"), PARAMS)
+@pytest.mark.parametrize(("op", "backend"), [param for param in PARAMS if param.values[1] in ("interpret", "xla")])
 def test_the_backend_that_was_asked_for_is_compiled(op, backend):
     subject = Subject.of(op, backend)
     check_proof(subject, next(iter(subject.op.cases())))

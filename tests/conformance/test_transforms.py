@@ -1,4 +1,4 @@
-"""A few cases of every op under every transform, on every built-in backend."""
+"""A few cases of every op under every transform, on the backends that run anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opmux.testing import TRANSFORMS, applies, conformance_params, expected_reje
 
 
 @pytest.mark.parametrize(
-    ("subject", "case"), conformance_params(registry.ops(), registry.backends(), select=transformed)
+    ("subject", "case"), conformance_params(registry.ops(), ["interpret", "xla"], select=transformed)
 )
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(subject, case, transform):
