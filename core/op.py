@@ -71,6 +71,8 @@ class Op:
       prepare: reads concrete arguments whose values decide shapes. Called with the bound arguments by name
         before anything is traced; returns them with such an argument replaced by a pytree that holds its
         arrays as leaves and what was read from them as static data, which `canonicalize` takes in its place.
+      batch: names of the operands of a request whose leading axis is a batch that every output has too; an operand
+        may have 1 there. `vmap` folds its batch into it. None where no request has one.
       config: base config schema; implementations extend it.
       cases: the op's test cases, used by every backend.
     """
@@ -86,6 +88,7 @@ class Op:
     check_values: Callable[[Mapping[str, np.ndarray], Mapping[str, tuple[int, ...]]], None] | None = None
     value_checked: tuple[str, ...] = ()
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    batch: Callable[[Request], tuple[str, ...]] | None = None
     config: type[Config] = NoConfig
     cases: Callable[[], Iterable[Any]] = tuple
 
@@ -176,6 +179,11 @@ class Op:
             moved = sum(spec.nbytes for _, spec in request.operands) + sum(request[n].nbytes for n in request.wanted)
             return Cost(flops=3 * once.flops, bytes=moved)
 
+        def batch(request: Request) -> tuple[str, ...]:
+            primal = forward_request(forward, request)
+            leading = forward.batch(primal) if forward.batch is not None else ()
+            return tuple(name for name in request if name in leading or (leading and name not in primal))
+
         def canonicalize(*args: Any, **kwargs: Any) -> Call:
             raise ArgumentTypeError(
                 f"{forward.name}_vjp", "*", "a direct call", f"jax.vjp of registry.get({forward.name!r})"
@@ -187,7 +195,8 @@ class Op:
             outputs=outputs,
             reference=reference,
             cost=cost,
-            differentiable=(*self.differentiable, *(f"d_{name}" for name in self.residuals or ("out",))),
+            differentiable=self.differentiable,
+            batch=batch,
             config=self.config,
         )
 

@@ -43,11 +43,30 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen kernel: what runs, with what config, in what simulator."""
+    """A chosen kernel: what runs, with what config, in what simulator.
+
+    Attributes:
+      request: the request that it was chosen for.
+      device: the device that it was chosen for.
+      given: what the caller gave as config.
+    """
 
     implementation: Implementation
     config: Config
     simulator: str = ""
+    request: Request | None = field(default=None, compare=False)
+    device: Device | None = field(default=None, compare=False)
+    given: GivenConfig = field(default=None, compare=False)
+
+    def takes(self, request: Request) -> bool:
+        """Whether the kernel also takes the request with its operands batched."""
+        return self.device is not None and not _asked(self.implementation, request, self.device)
+
+    def config_for(self, request: Request) -> Config:
+        """The config for a request that differs from the one it was chosen for."""
+        if self.device is None or self.request is None or request.operands == self.request.operands:
+            return self.config
+        return _config(self.implementation, request, self.device, self.given)
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,8 @@ def consider(
     try:
         rejections += _asked(implementation, request, device)
         if not rejections:
-            choice = Choice(implementation, _config(implementation, request, device, config), simulator)
+            fitted = _config(implementation, request, device, config)
+            choice = Choice(implementation, fitted, simulator, request, device, config)
     except (ValidationError, ConfigError) as error:
         problem = _explain_config(error)
         rejections.append(Rejection("config", problem, f"schema: {implementation.config.__name__}"))

@@ -22,6 +22,7 @@ from opmux.core.op import Op
 from opmux.core.request import ArraySpec, Operands, Outputs, Request
 from opmux.core.simulation import Simulate, SimulatorOptions
 from opmux.registry import notices
+from opmux.registry.batching import batchable
 from opmux.registry.candidates import Choice
 from opmux.registry.derivative import NoForwardMode, Run, differentiable
 from opmux.registry.guard import fresh, unavailable
@@ -119,20 +120,21 @@ def _error(found: Plan) -> OpmuxError:
 def _runner(op: Op, choice: Choice, options: SimulatorOptions) -> Run:
     implementation = choice.implementation
 
-    def run(request: Request, operands: Operands) -> Outputs:
+    def compute(request: Request, operands: Operands) -> Outputs:
         # The first call imports the kernel, while JAX traces; what its module computes then must not be traced.
         with jax.ensure_compile_time_eval():
             kernel = implementation.load()
         with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"):
             if choice.simulator:
                 simulate: Simulate = load_target(choice.simulator)
-                outputs = simulate(kernel, request, operands, choice.config, options)
+                outputs = simulate(kernel, request, operands, choice.config_for(request), options)
             else:
-                outputs = kernel(request, operands, choice.config)
+                outputs = kernel(request, operands, choice.config_for(request))
         _check_outputs(op, implementation.backend, request, outputs)
         return {wanted: outputs[wanted] for wanted in request.wanted}
 
-    return run
+    # JAX differentiates a forward-mode kernel itself, and could not see through a rule for `vmap`.
+    return compute if implementation.forward_mode else batchable(op, compute, choice.takes)
 
 
 def _check_outputs(op: Op, backend: str, request: Request, outputs: Any) -> None:

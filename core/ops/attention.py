@@ -247,5 +247,6 @@ OP = Op(
     residuals=("out", "lse"),
     check_values=check_values,
     value_checked=("query_seq_lengths", "key_value_seq_lengths"),
+    batch=tuple,
     cases=_cases,
 )  # fmt: skip

@@ -193,6 +193,11 @@ def cost(request: Request) -> Cost:
     return Cost(flops=2 * H * K * V * (B * T + B * request.params.num_splits), bytes=sum(spec.nbytes for spec in moved))
 
 
+def batch(request: Request) -> tuple[str, ...]:
+    """Packed sequences are one batch element; the gate of each head is shared."""
+    return () if "cu_seqlens" in request else tuple(name for name in request if name != "g_gamma")
+
+
 def _cases() -> Any:
     from opmux.core.cases.chunk_fwd_h import cases
 
@@ -209,5 +214,6 @@ OP = Op(
     differentiable=("k", "v", "g", "g_gamma", "gk", "gv", "h0"),
     residuals=("h",),
     prepare=prepare,
+    batch=batch,
     cases=_cases,
 )
