@@ -73,8 +73,8 @@ class Simulator:
     ) -> Outputs:
         """Runs a kernel in the simulator.
 
-        An error while the kernel is traced is raised as it is. One while it runs is a `SimulationError`, which
-        inside `jax.jit` JAX turns into the text of a `jax.errors.JaxRuntimeError`.
+        An error while the kernel is traced is raised as it is. One while it runs is a `SimulationError`; where the
+        operands are traced, as inside `jax.jit`, JAX makes it the text of a `jax.errors.JaxRuntimeError`.
 
         Args:
           kernel: the kernel, `(request, operands, config) -> outputs`.
@@ -107,6 +107,8 @@ class Simulator:
                     raise SimulationError(_name(kernel), "RACE DETECTED; the simulator printed where")
                 return outputs
 
+        if not any(map(compat.is_traced, operands.values())):
+            return {name: jnp.asarray(array) for name, array in host(operands).items()}
         outputs = jax.pure_callback(host, specs, dict(operands), vmap_method="sequential")
         return {name: compat.vary_like(array, operands.values()) for name, array in outputs.items()}
 

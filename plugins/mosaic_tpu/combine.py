@@ -49,16 +49,12 @@ class Reduction:
         if self.kind == "sum":
             # The dtype is repeated because jnp would widen int32 where 64 bits are enabled.
             return jnp.sum(block, axis=axis, keepdims=keep, dtype=self.dtype)
-        if self.kind == "max":
-            return jnp.max(block, axis=axis, keepdims=keep)
-        if self.kind == "min":
-            return jnp.min(block, axis=axis, keepdims=keep)
-        # Mosaic has no reduction by products, so halves are multiplied until one is left.
-        while (size := block.shape[axis]) > 1:
-            half = size // 2
-            halves = [lax.slice_in_dim(block, start, start + half, axis=axis) for start in (0, half)]
-            joined = self.join(*halves)
-            if size % 2:
-                joined = self.join(joined, lax.slice_in_dim(block, size - 1, size, axis=axis))
-            block = joined
+        # Mosaic has no reduction by products, and XLA's by maxima loses NaN on some CPUs, which elementwise ones keep.
+        size = block.shape[axis]
+        step = size // 2 if size & (size - 1) == 0 else 1
+        while size > 1:
+            total = lax.slice_in_dim(block, 0, step, axis=axis)
+            for start in range(step, size, step):
+                total = self.join(total, lax.slice_in_dim(block, start, start + step, axis=axis))
+            block, size, step = total, step, step // 2
         return block if keep else lax.squeeze(block, (axis,))
