@@ -8,15 +8,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from opmux.cli import demo, doctor, env, explain, layout, listing, version
+from opmux.cli import certify, compile, demo, doctor, env, explain, layout, listing, version
 from opmux.core.errors import OpmuxError, PluginWarning
 
 DESCRIPTION = """\
 opmux runs one op on the best of several kernels for JAX, and says why.
 
-Exit codes: 0 fine; 1 a check failed (doctor), nothing can run the call
-(explain), or the numbers are wrong (demo); 2 wrong usage, or an opmux error
-with a message on stderr.
+Exit codes: 0 fine; 1 a check failed (doctor, certify), nothing can run the call
+(explain), it does not compile (compile), or the numbers are wrong (demo); 2
+wrong usage, or an opmux error with a message on stderr.
 """
 
 EXAMPLES = """\
@@ -24,6 +24,7 @@ examples:
   opmux demo
   opmux list --device h200
   opmux explain add --arg x=f32[8,8] --arg y=f32[8]
+  opmux certify --backend mosaic_tpu --op reduce --target tpu-v6e
   OPMUX_BACKEND="attention=interpret;*=xla" opmux env
 """
 
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     found = layout.Parser(prog="opmux", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=layout.Help)
     subparsers = found.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, listing, explain, env, doctor, version):
+    for command in (demo, listing, explain, compile, certify, env, doctor, version):
         command.add_parser(subparsers)
     return found
 

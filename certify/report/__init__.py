@@ -1,0 +1,1 @@
+"""Reports for people: a table for the terminal, and a page for the browser."""
