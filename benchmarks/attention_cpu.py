@@ -1,11 +1,12 @@
 """Attention on a CPU: opmux's own choice against jitted `jax.nn.dot_product_attention`, and PyTorch if installed.
 
-    python benchmarks/attention_cpu.py [--only long,short] [--json timings.json]
+Run `python benchmarks/attention_cpu.py [--only long,short] [--json timings.json]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,12 +104,8 @@ def contenders(problem: Problem) -> Iterator[tuple[str, Callable[[], Any]]]:
     arrays = problem.arrays()
     for name, run in functions(problem).items():
         yield name, lambda run=run: run(*arrays)
-    try:
-        import torch
-    except ImportError:
-        return
-    if problem.dtype == jnp.float32:
-        yield "torch", torch_attention(torch, problem, arrays)
+    if problem.dtype == jnp.float32 and importlib.util.find_spec("torch"):
+        yield "torch", torch_attention(importlib.import_module("torch"), problem, arrays)
 
 
 def torch_attention(torch: Any, problem: Problem, arrays: list[jax.Array]) -> Callable[[], Any]:

@@ -51,9 +51,7 @@ def side_by_side(
             break
         for name, function in functions.items():
             start = time.perf_counter()
-            for _ in range(inner):
-                result = function()
-            jax.block_until_ready(result)
+            jax.block_until_ready([function() for _ in range(inner)])
             times[name].append((time.perf_counter() - start) / inner)
     base = next(iter(times.values()))
     return [

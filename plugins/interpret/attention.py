@@ -5,6 +5,8 @@
               │                    │ one block of keys at a time, unseen blocks skipped
               ▼                    ▼
          scores [batch heads, G q, kv] ── top, total, out: rescaled and added to
+
+A row whose keys are all unseen has a total of 0, and gets 0 and a log-sum-exp of -inf at the end.
 """
 
 from __future__ import annotations

@@ -41,8 +41,11 @@ def attention_vjp(request: Request, operands: Operands, config: AttentionConfig)
     blocks = Blocks.of(request, config)
     arrays = {**_saved(blocks, operands), **masks(blocks, operands)}
     B, K, G, T, S = blocks.B, blocks.K, blocks.G, blocks.T_padded, blocks.S_padded
-    whole = {"query": (B, K, G, T, blocks.channels), "key": (B, K, blocks.channels, S),
-             "value": (B, K, blocks.value_channels, S)}  # fmt: skip
+    whole: dict[str, tuple[int, ...]] = {
+        "query": (B, K, G, T, blocks.channels),
+        "key": (B, K, blocks.channels, S),
+        "value": (B, K, blocks.value_channels, S),
+    }
     if "bias" in arrays:
         whole["bias"] = arrays["bias"].shape
 
@@ -121,9 +124,10 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         def step(s: Scalar, masked: bool, d_query: jax.Array | None) -> Any:
             key, value = view.keys("key", s), view.keys("value", s)
             scores = product(query, key, transposed=True)
+            capped = None
             if params.soft_cap is not None:
-                slope = jnp.tanh(scores / params.soft_cap)
-                scores = params.soft_cap * slope
+                capped = jnp.tanh(scores / params.soft_cap)
+                scores = params.soft_cap * capped
             if "bias" in refs:
                 scores = scores + view.bias(s)
             weights = jnp.exp(scores - lse[..., None])
@@ -140,8 +144,8 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
                 alone = tuple(i for i, size in enumerate(outs["bias"].shape) if size == 1)
                 split = d_scores.reshape(blocks.batch, blocks.heads, blocks.G, blocks.q, blocks.kv)
                 outs["bias"][at] += split.sum(alone, keepdims=True)
-            if params.soft_cap is not None:
-                d_scores = d_scores * (1 - slope * slope)
+            if capped is not None:
+                d_scores = d_scores * (1 - capped * capped)
             if "key" in outs:
                 _add(outs["key"], s, product(query_t, d_scores))
             if "query" not in outs:
