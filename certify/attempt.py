@@ -43,8 +43,10 @@ def compile_job(payload: Mapping[str, Any]) -> dict[str, Any]:
         dtype = program.format_of(found.request)
         record |= {"config": found.config.model_dump(mode="json"), "flops": found.flops}
         place = Place(targets.target(job.target), Path(payload["scratch"]))
-        lowered = place.lower(found.function, program.operands(found.request, place.sharding))
-        key = cache.key(lowered.text, job.target, {"estimate": str(job.workload.estimate), "flops": str(found.flops)})
+        lowered = place.lower(found.function, program.placed(found.arguments, place.sharding))
+        allowed = job.workload.allowed_spills.get(job.target, 0)
+        flags = {"estimate": str(job.workload.estimate), "flops": str(found.flops), "spills": str(allowed)}
+        key = cache.key(lowered.text, job.target, flags)
         if payload["cached"] and not job.dump and (kept := cache.load(key)) is not None:
             seconds = time.perf_counter() - start
             return {
@@ -53,7 +55,7 @@ def compile_job(payload: Mapping[str, Any]) -> dict[str, Any]:
         compiled = place.compile(lowered, Path(job.dump) / job.key if job.dump else None)
         hbm = compiled.memory["arguments"] + compiled.memory["results"] + 2 * compiled.memory["temporaries"]
         record |= {"kernels": compiled.kernels, "hbm_bytes": hbm, "lowered": lowered.custom_calls}
-        spilled = _spilled(compiled.kernels, job.workload.allowed_spills.get(job.target, 0))
+        spilled = _spilled(compiled.kernels, allowed)
         result = CompileResult(**record, status="failed" if spilled else "ok", words=spilled)
     except program.RefusedError as refusal:
         result = CompileResult(**record, status="refused", words=str(refusal))

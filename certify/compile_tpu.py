@@ -96,8 +96,10 @@ def _kept(name: str, files: Mapping[str, Path], keep: Path | None) -> dict[str, 
         return {}
     assert _folder is not None
     keep.mkdir(parents=True, exist_ok=True)
-    first = sorted((_folder / "mosaic").glob(f"*-dump-{name}-original.txt"))
-    files = {**files, **({"mosaic": first[-1]} if first else {})}
+    originals = sorted((_folder / "mosaic").glob("*-original.txt"))
+    # Older versions name none of them; one is this kernel's.
+    named = [path for path in originals if f"-dump-{name}-" in path.name] or originals
+    files = {**files, **({"mosaic": named[0]} if len(named) == 1 else {})}
     return {kind: str(shutil.copy(path, keep / f"{name}.{kind}.txt")) for kind, path in files.items()}
 
 

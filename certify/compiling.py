@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -122,11 +123,18 @@ def _profile_job(number: int, job: CompileJob, scratch: str) -> Job:
 
 def _result(job: CompileJob, outcome: Outcome) -> CompileResult:
     if outcome.status == "ok":
-        return CompileResult.model_validate(outcome.value["result"])
+        result = CompileResult.model_validate(outcome.value["result"])
+        return result if result.status != "failed" else result.model_copy(update={"words": _words(result, outcome)})
     return CompileResult(
         backend=job.backend, op=job.op, workload=job.workload.name, target=job.target, status=outcome.status,
         words=outcome.words, seconds=outcome.seconds,
     )  # fmt: skip
+
+
+def _words(result: CompileResult, outcome: Outcome) -> str:
+    """What a compiler said of a failure, with the errors that it only printed."""
+    printed = (error.strip() for error in re.findall(r"\berror: .+", outcome.log))
+    return "\n".join([result.words, *list(dict.fromkeys(each for each in printed if each not in result.words))[:4]])
 
 
 def _has_profile(job: CompileJob) -> bool:

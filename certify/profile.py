@@ -28,7 +28,7 @@ def profile_job(payload: Mapping[str, Any]) -> dict[str, float]:
     compile_tpu.start(scratch, profile=True)
     place = Place(targets.target(job.target), scratch)
     found = program.build(job)
-    lowered = place.lower(found.function, program.operands(found.request, place.sharding))
+    lowered = place.lower(found.function, program.placed(found.arguments, place.sharding))
     calls = list(pallas_calls(lowered.traced.jaxpr))
     cycles: dict[str, float] = {}
     for call in calls:

@@ -8,7 +8,7 @@ import pytest
 from opmux.certify import children
 from opmux.certify.children import Job, last_words, run_job, run_jobs
 
-JOBS = '''
+JOBS = """
 import os, subprocess, sys, time
 
 def double(payload):
@@ -19,7 +19,8 @@ def fail(payload):
     raise ValueError("no such thing")
 
 def die(payload):
-    print("I0000 chatter\\nF1129 12:00:00.0 42 pass.cc:7] Check failed: it fits\\n    @ 0x55 frame()", file=sys.stderr, flush=True)
+    for line in ("I0000 chatter", "F1129 12:00:00.0 42 pass.cc:7] Check failed: it fits", "    @ 0x55 frame()"):
+        print(line, file=sys.stderr, flush=True)
     os.abort()
 
 def leave(payload):
@@ -32,7 +33,7 @@ def hang(payload):
 
 def variable(payload):
     return os.environ.get(payload)
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,10 @@ def test_no_jobs():
 def test_last_words_keep_the_message_and_drop_frames():
     log = "W1129 harmless\n" + "\n".join(f"line {n}" for n in range(30))
     assert last_words(log, lines=2) == "line 28\nline 29"
-    assert last_words("x\nLLVM ERROR: Cannot select\n*** SIGABRT ***\nPC: @ 0x7\nthe end") == "LLVM ERROR: Cannot select\nthe end"
+    assert (
+        last_words("x\nLLVM ERROR: Cannot select\n*** SIGABRT ***\nPC: @ 0x7\nthe end")
+        == "LLVM ERROR: Cannot select\nthe end"
+    )
     assert last_words("") == "it said nothing."
 
 

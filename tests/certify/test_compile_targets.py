@@ -56,6 +56,7 @@ def on_gpu(toys):
     return compiled(jobs)
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.parametrize("target", TPUS)
 def test_every_tpu_compiles_and_is_measured(on_tpu, target):
@@ -77,6 +78,7 @@ def test_every_tpu_compiles_and_is_measured(on_tpu, target):
     assert figures["bundle_cycles"] > figures["bundles@1"] * 127
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_cycles_of_tpu_kernels_are_the_compilers_own_unless_they_cannot_be_trusted(on_tpu):
     plain = on_tpu[0]["tpu-v6e", "f32", "plain"].kernels[0]
@@ -93,21 +95,26 @@ def test_cycles_of_tpu_kernels_are_the_compilers_own_unless_they_cannot_be_trust
     }
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_what_tpu_compilers_refuse_is_in_their_words(on_tpu):
     found, _ = on_tpu
     vmem = found["tpu-v6e", "f32", "vmem"]
     assert vmem.status == "failed"
-    assert "vmem" in vmem.words
+    assert "Allocation (size=268435456) would exceed memory" in vmem.words
     half = found["tpu-v6e", "f16", "plain"]
     assert half.status == "failed"
     assert "Invalid vector type for load" in half.words
     column = found["tpu-v6e", "column", ""]
     assert (column.status, column.words) == ("refused", "shape: x f32[4096,4096] and y f32[4096,1] differ")
     aborted = found["tpu-v6e", "f16", ""]
-    assert (aborted.status, aborted.words) == ("aborted", "SIGABRT: LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.toy")
+    assert (aborted.status, aborted.words) == (
+        "aborted",
+        "SIGABRT: LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.toy",
+    )
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_a_spill_is_a_failure_unless_it_is_allowed(on_tpu):
     spill = on_tpu[0]["tpu-v6e", "f32", "spill"]
@@ -120,6 +127,7 @@ def test_a_spill_is_a_failure_unless_it_is_allowed(on_tpu):
     assert allowed.kernels[0].figures["spills"] == figures["spills"]
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_tpu_texts_are_kept_where_asked(on_tpu):
     (result,) = on_tpu[1].values()
@@ -130,6 +138,7 @@ def test_tpu_texts_are_kept_where_asked(on_tpu):
     assert not on_tpu[0]["tpu-v5e", "f32", "plain"].kernels[0].files
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_the_second_time_comes_from_the_cache(on_tpu):
     first = on_tpu[0]["tpu-v5p", "f32", "plain"]
@@ -139,6 +148,7 @@ def test_the_second_time_comes_from_the_cache(on_tpu):
     assert not compiled([job("tpu-v5p")], cached=False)["tpu-v5p", "f32", "plain"].cached
 
 
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.parametrize("target", GPUS)
 def test_every_gpu_compiles_and_is_measured(on_gpu, target):
@@ -152,16 +162,20 @@ def test_every_gpu_compiles_and_is_measured(on_gpu, target):
     assert figures["LDG"] > 0
     assert figures["instructions"] > figures["LDG"] + figures["STG"]
     assert result.hbm_bytes == 3 * 4096 * 256 * 4
-    assert result.estimate.memory_seconds == pytest.approx(result.hbm_bytes / {"h100": 3.35e12, "h200": 4.8e12, "b200": 7.7e12}[target])
+    assert result.estimate.memory_seconds == pytest.approx(
+        result.hbm_bytes / {"h100": 3.35e12, "h200": 4.8e12, "b200": 7.7e12}[target]
+    )
     assert result.estimate.schedule_seconds == 0
 
 
+@pytest.mark.slow
 @needs_gpu
 def test_tma_and_wgmma_are_counted(on_gpu):
     tma = on_gpu["h200", "narrow", "tma"].kernels[0].figures
-    assert (tma["tma_loads"], tma["tma_stores"], tma["UTMALDG"], tma["UTMASTG"]) == (2, 1, 2, 1)
+    assert (tma["tma_loads"], tma["tma_stores"]) == (2, 1)
+    assert (tma["UTMALDG"], tma["UTMASTG"] + tma.get("UBLKCP", 0)) == (2, 1)
     assert tma["mbarrier_waits"] >= 1
-    assert tma["LDG"] if "LDG" in tma else True
+    assert "LDG" not in tma
     assert 3 * 64 * 256 * 4 <= tma["smem_dynamic_bytes"] < 3 * 64 * 256 * 4 + 2048
     wgmma = on_gpu["h200", "f32", "wgmma"]
     figures = wgmma.kernels[0].figures
@@ -170,6 +184,7 @@ def test_tma_and_wgmma_are_counted(on_gpu):
     assert figures["threads"] == 384
 
 
+@pytest.mark.slow
 @needs_gpu
 def test_what_gpu_compilers_refuse_is_in_their_words(on_gpu):
     smem = on_gpu["h200", "wide", "smem"]
@@ -187,14 +202,19 @@ def loss(x, y, w):
 
 @pytest.mark.parametrize(
     ("target", "call"),
-    [pytest.param("tpu-v6e", "tpu_custom_call", marks=needs_tpu), pytest.param("h200", "mosaic_gpu_v2", marks=needs_gpu)],
+    [
+        pytest.param("tpu-v6e", "tpu_custom_call", marks=needs_tpu),
+        pytest.param("h200", "mosaic_gpu_v2", marks=needs_gpu),
+    ],
 )
 def test_a_whole_function(toys, isolated_registry, target, call):
     import certify_toys
 
     registry.register(certify_toys)
     x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
-    result = compile_function(jax.grad(loss, argnums=(0, 2)), x, x, jax.ShapeDtypeStruct((512, 8), jnp.float32), target=target)
+    result = compile_function(
+        jax.grad(loss, argnums=(0, 2)), x, x, jax.ShapeDtypeStruct((512, 8), jnp.float32), target=target
+    )
     assert (result.status, result.words) == ("ok", "")
     assert result.custom_calls == (call,)
     assert result.backends == {"add": ("toy",), "add_vjp": ("reference",)}
@@ -214,7 +234,7 @@ def test_what_cannot_be_compiled_whole(toys, isolated_registry):
             return registry.get("add", config={"what": "vmem"})(x, x)
 
     start = time.monotonic()
-    result = compile_function(large, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), target="v6e".replace("v6e", "tpu-v6e"))
+    result = compile_function(large, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), target="tpu-v6e")
     assert result.status == "failed"
     assert "vmem" in result.words
     assert time.monotonic() - start < 120

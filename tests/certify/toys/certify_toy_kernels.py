@@ -63,7 +63,7 @@ def branching(x, y):
         def _():
             out_ref[...] = x_ref[...] + y_ref[...]
 
-    spec = pl.BlockSpec((x.shape[0] // 8, x.shape[1]), lambda i, table_ref: (i, 0))
+    spec = pl.BlockSpec((x.shape[0] // 8, x.shape[1] // 8), lambda i, table_ref: (i, i))
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1, grid=(8,), in_specs=[spec, spec], out_specs=spec, scratch_shapes=()
     )
