@@ -1,4 +1,4 @@
-"""Gradients of every differentiable case on the backends that run anywhere, against differences of the float64 oracle."""
+"""Gradients on the backends that run anywhere, against differences of the float64 oracle."""
 
 from __future__ import annotations
 
