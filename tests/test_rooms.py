@@ -16,7 +16,7 @@ BUILTIN = sorted(folder.name for folder in (ROOT / "plugins").iterdir() if (fold
 BELOW = {
     "core": {"core"},
     "registry": {"core", "registry"},
-    "certify": {"core", "registry", "certify"},
+    "certify": {"core", "registry", "testing", "certify"},  # the oracles that simulated kernels are held against
     "testing": {"core", "registry", "testing"},
     "cli": set(ROOMS),
 }
