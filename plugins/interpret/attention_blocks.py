@@ -118,7 +118,9 @@ def with_channels(array: jax.Array) -> jax.Array:
 def product(lhs: jax.Array, rhs: jax.Array, *, transposed: bool = False) -> jax.Array:
     """`lhs @ rhs` for each head: [heads, X, Y] by [heads, Y, Z], or by [heads, Z, Y] if `transposed`."""
     dimensions = (((2,), (2 if transposed else 1,)), ((0,), (0,)))
-    return lax.dot_general(lhs, rhs, dimensions, precision=lax.Precision.HIGHEST)
+    return lax.dot_general(
+        lhs, rhs, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=accumulator(lhs.dtype)
+    )
 
 
 def grid_start(blocks: Blocks, axis: int) -> Scalar:
