@@ -65,12 +65,16 @@ def drain(empty: Any, num_copies: Any, num_stages: int) -> None:
     )
 
 
-def wide(array: jax.Array) -> jax.Array:
+def wide(array: jax.Array, itemsize: int = 0) -> jax.Array:
     """The array, spread over a warpgroup in pieces of 16 bytes where it is long enough.
 
     Left to itself the compiler takes 8. A simulator has no registers, so there is nothing to spread.
+
+    Args:
+      array: a value in registers.
+      itemsize: bytes of an element in the narrowest array that is spread in the same way; of this one's by default.
     """
-    piece = min(16 // array.dtype.itemsize, array.size // _LANES)
+    piece = min(16 // (itemsize or array.dtype.itemsize), array.size // _LANES)
     if compat.in_gpu_simulator() or array.size % (piece * _LANES):
         return array
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED(array.shape, piece))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import jax
@@ -87,12 +88,12 @@ def _rows(x: jax.Array, reduction: Reduction, config: ReduceConfig) -> jax.Array
     line = LINE_BYTES // x.dtype.itemsize
     x = _pad(x, 1, line, reduction)
     lines = x.shape[1] // line
-    # Enough rows for every block, but at least four lines in each; and rows in eights, as the tile's swizzle has them.
+    # At least four lines in each part; and rows in eights, as the tile's swizzle has them.
     eights = 8 // math.gcd(A, 8)
     wanted = max(1, min(-(-TILE_ROWS * config.num_ctas // A), lines // 4))
     fitting = [k for k in range(eights, min(lines, 8 * wanted) + 1, eights) if lines % k == 0]
-    parts = min(fitting, key=lambda k: (k < wanted, abs(k - wanted)), default=0)
-    if 4 * parts < wanted or not parts:
+    parts = _even_parts(fitting, lambda k: -(-A * k // TILE_ROWS), config.num_ctas, x.shape[1])
+    if 4 * parts < wanted:  # no divisor comes near
         parts = wanted + -wanted % eights
         x = _pad(x, 1, line * parts, reduction)
     rows = x.reshape(A * parts, -1)
@@ -118,12 +119,31 @@ def _columns(x: jax.Array, reduction: Reduction, config: ReduceConfig) -> jax.Ar
             partial = _columns(x.reshape(A, -1, beside * B), _between(reduction), config)
             return _join(partial.reshape(A, beside, B), reduction)
         x = _pad(x, 2, aligned, reduction)
-    # Enough parts for every block, but at least four tiles in each.
+    # At least four tiles in each part.
     tile_r = config.tile_r * (4 // x.dtype.itemsize)
-    parts = max(1, min(-(-config.num_ctas // (A * -(-x.shape[2] // width))), R // (4 * tile_r)))
+    across = A * -(-x.shape[2] // width)
+    most = max(1, min(2 * -(-config.num_ctas // across), R // (4 * tile_r)))
+    parts = _even_parts(range(1, most + 1), lambda k: across * k, config.num_ctas, R)
     if parts == 1:
         return reduce_columns(x, reduction, config, 1)[:, 0, :B]
     return _join(reduce_columns(x, _between(reduction), config, parts)[:, :, :B], reduction)
+
+
+def _even_parts(choices: Iterable[int], tiles: Callable[[int], int], num_ctas: int, terms: int) -> int:
+    """The number of parts that keeps the blocks busy to the end, against what its partial results cost; 0 of none.
+
+    Args:
+      choices: numbers to choose from.
+      tiles: tiles for a number of parts.
+      num_ctas: blocks that take tiles in turn.
+      terms: elements that are reduced to one; each part writes one, which is read again.
+    """
+
+    def cost(parts: int) -> float:
+        rounds = -(-tiles(parts) // num_ctas)
+        return rounds / parts * (1 + 2 * parts / terms)
+
+    return min(choices, key=cost, default=0)
 
 
 def _between(reduction: Reduction) -> Reduction:
