@@ -171,12 +171,17 @@ def _result(job: SimulateJob, outcome: Outcome) -> SimulateResult:
         found = {"status": outcome.status, "kind": kind, "words": words, "seconds": outcome.seconds}
         return SimulateResult.model_validate(where | found)
     result = SimulateResult.model_validate(where | outcome.value)
-    if result.kind == "race":
-        return result.model_copy(update={"words": "\n".join([result.words, *_races(outcome.log)])})
+    if result.words.endswith(_PRINTED):
+        words = result.words.removesuffix(_PRINTED)
+        return result.model_copy(update={"words": "\n".join([words, *_race(outcome.log)])})
     return result
 
 
-def _races(log: str, most: int = 3) -> list[str]:
-    """Where the simulator says the races are, which some versions print only."""
-    said = [line.strip()[:400] for line in log.splitlines() if "RACE DETECTED" in line]
-    return said[:most]
+_PRINTED = "; the simulator printed where"
+
+
+def _race(log: str) -> list[str]:
+    """The two accesses of the first race that a simulator printed."""
+    _, _, rest = log.partition("RACE DETECTED\n")
+    lines = [line.rstrip()[:400] for line in rest.partition("\n\n")[0].splitlines()]
+    return [line for line in lines if not line.lstrip().startswith("clock:")]
