@@ -49,6 +49,7 @@ def missing(target: str) -> str:
         lacks = [] if plugin else ["JAX's CUDA plugin"]
         lacks += [] if _tool("ptxas") else ["ptxas"]
         lacks += [] if _installed("absl") else ["absl-py"]
+    lacks += [] if _installed("flatbuffers") else ["flatbuffers"]  # whole functions are serialized with it
     return f"compiling for {target} needs {', '.join(lacks)}: {INSTALL}" if lacks else ""
 
 

@@ -54,7 +54,8 @@ class CompileResult(_Record):
     Attributes:
       words: what the compiler, or the refusing predicate, said.
       kernels: one entry for each kernel in the program.
-      hbm_bytes: bytes that operands and results take in device memory.
+      hbm_bytes: bytes that cross device memory at least once: operands, results, and twice what is kept between
+        kernels. Paddings of the device's layouts are in it.
       lowered: names of custom calls in the lowered text, such as `tpu_custom_call`.
     """
 

@@ -35,6 +35,7 @@ def test_every_workload_is_a_request_forward_and_backward(name):
         assert set(backward.wanted) <= set(op.differentiable)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # 64 bits are off
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_without_workloads_is_compiled_for_its_cases(name, monkeypatch):
     op = registry.ops()[name]
@@ -79,7 +80,8 @@ def test_targets_that_nobody_compiles_for():
 def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr(compiling, "_installed", lambda module: False)
     monkeypatch.setattr(compiling, "_tool", lambda name: False)
-    assert compiling.missing("tpu-v6e") == "compiling for tpu-v6e needs libtpu: pip install 'opmux[certify]'"
+    lacks = "compiling for tpu-v6e needs libtpu, flatbuffers: pip install 'opmux[certify]'"
+    assert compiling.missing("tpu-v6e") == lacks
     with pytest.raises(compiling.MissingCompilerError, match=r"^compiling for h200 needs .*ptxas.*opmux\[certify\]'$"):
         compiling.compile_jobs([job(target="h200")])
 
