@@ -17,7 +17,8 @@ from opmux.certify.baseline import COMMITTED, Baseline
 from opmux.certify.job import CompileJob, Workload
 from opmux.certify.results import CompileResult, Report, SimulateResult
 from opmux.certify.workloads import Level, workloads
-from opmux.core.errors import SettingError, UnknownBackendError, UnknownOpError
+from opmux.core.devices import device
+from opmux.core.errors import SettingError, UnknownBackendError, UnknownDeviceError, UnknownOpError
 from opmux.core.op import Op
 from opmux.core.request import ArraySpec
 
@@ -140,7 +141,8 @@ def compile(
     jobs: list[CompileJob] = []
     refused: dict[str, CompileResult] = {}
     for name in names:
-        decision = registry.get(op, backend=backend, device=name).explain(*args, **kwargs)
+        with registry.use(simulate="never"):
+            decision = registry.get(op, backend=backend, device=name).explain(*args, **kwargs)
         if not decision.backend:
             refused[name] = CompileResult(
                 backend=backend or "", op=op, workload=workload.name, target=name, status="refused",
@@ -183,7 +185,15 @@ def _ops(wanted: Iterable[str] | None) -> list[str]:
 def _target_names(wanted: Iterable[str] | None) -> list[str]:
     if wanted is None:
         return list(targets.TARGETS)
-    return list(dict.fromkeys(targets.target(name).name for name in wanted))
+    return list(dict.fromkeys(targets.target(_declared(name)).name for name in wanted))
+
+
+def _declared(name: str) -> str:
+    """The name of a device that may be spelt otherwise, such as `v6e`."""
+    try:
+        return device(name).name
+    except UnknownDeviceError:
+        return name
 
 
 def _programs(

@@ -65,16 +65,17 @@ def short(column: str) -> str:
 def sentence(report: Report) -> str:
     """The whole report in a sentence."""
     refused = sum(found.status == "refused" for found in (*report.simulated, *report.compiled))
-    parts = [
-        f"{len(report.simulated)} simulated runs" if report.simulated else "",
-        f"{len(report.compiled)} compiled programs" if report.compiled else "",
-    ]
+    parts = [_count(len(report.simulated), "simulated run"), _count(len(report.compiled), "compiled program")]
     outcomes = [
         f"{len(report.failures)} failed" if report.failures else "none failed",
-        f"{len(report.regressions)} figures worse than the baseline" if report.regressions else "",
+        _count(len(report.regressions), "figure") + " worse than the baseline" if report.regressions else "",
         f"{refused} refused by the implementation itself" if refused else "",
     ]
     return f"{' and '.join(filter(None, parts))}: {', '.join(filter(None, outcomes))}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}" if number else ""
 
 
 def _simulated(found: list[SimulateResult], column: str) -> Cell:
