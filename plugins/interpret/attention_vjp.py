@@ -21,17 +21,9 @@ from jax.experimental import pallas as pl
 
 from opmux.core.ops.attention import AttentionParams
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.interpret.attention_blocks import (
-    Blocks,
-    Scalar,
-    View,
-    grid_start,
-    loop,
-    masks,
-    product,
-    with_channels,
-)
+from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, grid_start, masks, product, with_channels
 from opmux.plugins.interpret.attention_config import AttentionConfig
+from opmux.plugins.interpret.attention_view import View, loop
 
 
 def attention_vjp(request: Request, operands: Operands, config: AttentionConfig) -> Outputs:

@@ -14,8 +14,9 @@ from opmux.core.op import backward_request
 from opmux.core.ops.attention import OP
 from opmux.core.request import Operands, Request
 from opmux.plugins.interpret.attention import attention
-from opmux.plugins.interpret.attention_blocks import Blocks, View
+from opmux.plugins.interpret.attention_blocks import Blocks
 from opmux.plugins.interpret.attention_config import AttentionConfig, default_config, default_vjp_config, supports
+from opmux.plugins.interpret.attention_view import View
 from opmux.plugins.interpret.attention_vjp import attention_vjp
 from opmux.testing.oracle.attention import attention as oracle
 
