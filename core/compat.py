@@ -178,12 +178,11 @@ def gpu_simulator(
     # Where plgpu does not export these, they are there all the same.
     from jax._src.pallas.mosaic_gpu.interpret import params
 
-    return params.force_gpu_interpret_mode(
-        params.InterpretGPUParams(
-            detect_races=detect_races, uninitialized_memory=uninitialized, out_of_bounds_reads="raise",
-            num_tma_threads_per_device=tma_threads,
-        )
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "detect_races": detect_races, "uninitialized_memory": uninitialized, "out_of_bounds_reads": "raise",
+        "num_tma_threads_per_device": tma_threads,
+    }  # fmt: skip
+    return params.force_gpu_interpret_mode(params.InterpretGPUParams(**options))
 
 
 def in_gpu_simulator() -> bool:

@@ -54,9 +54,9 @@ def run(bug, **options):
 
 def fails(bug):
     try:
-        jax.block_until_ready(run(bug))
+        run(bug)
     except Exception as error:
-        return str(error)
+        return error
     raise AssertionError(f"{bug}: nothing was said")
 """
 
@@ -66,13 +66,29 @@ def test_a_planted_bug_is_an_error_and_the_next_kernel_runs_clean(child, bug):
     out = child(
         PRELUDE
         + f"""
-said = fails({bug!r})
-assert "SimulationError" in said and "toy" in said and "failed in the simulator" in said, said
-print("RACE" if "RACE" in said.upper() else "BARRIER" if "barrier" in said.lower() else said)
+error = fails({bug!r})
+assert isinstance(error, SimulationError) and "toy" in error.kernel, error
+print("RACE" if "RACE" in error.words else "BARRIER" if "barrier" in error.words.lower() else error.words)
 np.testing.assert_array_equal(run(None), 2 * x)
 """
     )
     assert out.strip().splitlines()[-1] in (("RACE",) if bug == "two writers" else ("RACE", "BARRIER"))
+
+
+def test_inside_of_jit_it_is_the_text_of_an_error_of_jax(child):
+    child(
+        PRELUDE
+        + """
+def jitted(x):
+    return simulate(kernel("two writers"), call.request, {"x": x, "y": x}, NoConfig(), SimulatorOptions())["out"]
+try:
+    jax.block_until_ready(jax.jit(jitted)(x))
+except jax.errors.JaxRuntimeError as error:
+    said = str(error)
+assert "SimulationError" in said and "toy: failed in the simulator of its device: RACE DETECTED" in said, said
+np.testing.assert_array_equal(jax.jit(lambda: run(None))(), 2 * x)
+"""
+    )
 
 
 def test_a_race_is_not_looked_for_when_nobody_asks(child):
