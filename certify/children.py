@@ -277,11 +277,12 @@ _NOISE = re.compile(
 
 
 def last_words(log: str, lines: int = 12) -> str:
-    """What a process said when it died: from its fatal message on, without stack frames."""
+    """What a process said when it died: from its fatal message on, each line once, without times and stack frames."""
     said = [line.rstrip()[:400] for line in log.splitlines() if line.strip()]
     fatal = next((n for n, line in enumerate(said) if _FATAL.match(line)), None)
     if fatal is None:
         kept = [line for line in said if not _NOISE.match(line)][-lines:]
     else:
-        kept = [said[fatal], *(line for line in said[fatal + 1 :] if not _NOISE.match(line))][:lines]
-    return "\n".join(kept) or "it said nothing."
+        kept = [said[fatal], *(line for line in said[fatal + 1 :] if not _NOISE.match(line))]
+    words = dict.fromkeys(re.sub(r"^F\d{4} [\d:.]+ +\d+ ", "", line) for line in kept)
+    return "\n".join(list(words)[:lines]) or "it said nothing."
