@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -24,7 +25,7 @@ from opmux.core import compat
 from opmux.core.config import Config
 from opmux.core.ops.add import outputs
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.mosaic_tpu.dense_config import AddConfig
+from opmux.plugins.mosaic_tpu.dense_config import LANES, STRIP_LANES, STRIP_ROWS, SUBLANES, AddConfig, round_up
 
 
 def add(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -45,16 +46,21 @@ def add(request: Request, operands: Operands, config: Config) -> Outputs:
 
     x_shape, y_shape = merged_shapes(x.shape, y.shape)
     shape = tuple(map(max, x_shape, y_shape))
-    block = block_shape(shape, config)
+    leading, rows, lanes = shape[-3:]
+    block = (
+        min(config.block_leading, leading),
+        min(config.block_rows, round_up(rows, STRIP_ROWS) if rows > STRIP_ROWS else rows),
+        min(config.block_lanes, lanes),
+    )
 
     def spec(sizes: tuple[int, ...]) -> pl.BlockSpec:
         whole = [size == full for size, full in zip(sizes, shape, strict=True)]
         return pl.BlockSpec(
-            tuple(length if kept else 1 for length, kept in zip(block, whole, strict=True)),
+            (*(None for _ in shape[:-3]), *(n if kept else 1 for n, kept in zip(block, whole[-3:], strict=True))),
             lambda *at: tuple(number if kept else 0 for number, kept in zip(at, whole, strict=True)),
         )
 
-    grid = tuple(pl.cdiv(size, length) for size, length in zip(shape, block, strict=True))
+    grid = (*shape[:-3], *map(pl.cdiv, shape[-3:], block))
     result = pl.pallas_call(
         _add_kernel,
         grid=grid,
@@ -70,11 +76,38 @@ def add(request: Request, operands: Operands, config: Config) -> Outputs:
 
 
 def _add_kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = x_ref[...] + y_ref[...]
+    block = out_ref.shape
+    # A strip at a time, since what is in flight has to fit in registers.
+    strip = (1, STRIP_ROWS if block[1] % STRIP_ROWS == 0 else block[1], block[2])
+    if block[1] == 1 and block[2] % STRIP_LANES == 0:
+        strip = (1, 1, STRIP_LANES)
+    turns = [full // some for full, some in zip(block, strip, strict=True)]
+
+    def add_strip(at: tuple[Any, ...]) -> None:
+        def of(ref: Any) -> tuple[Any, ...]:
+            return tuple(
+                pl.ds(0, 1) if size == 1 else slice(None) if turn == 1 else pl.ds(pl.multiple_of(i * some, some), some)
+                for i, size, some, turn in zip(at, ref.shape, strip, turns, strict=True)
+            )
+
+        out_ref[of(out_ref)] = x_ref[of(x_ref)] + y_ref[of(y_ref)]
+
+    def loop(at: tuple[Any, ...]) -> None:
+        if len(at) == len(turns):
+            add_strip(at)
+        elif turns[len(at)] == 1:
+            loop((*at, 0))
+        else:
+            lax.fori_loop(0, turns[len(at)], lambda i, _: loop((*at, i)), None)
+
+    loop(())
 
 
 def merged_shapes(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of at least two axes, in which leading axes that broadcast in the same way are one."""
+    """Shapes of at least three axes, in which leading axes that broadcast in the same way are one."""
+    if len(x) == 1 and x == y and x[0] % (SUBLANES * LANES) == 0:
+        # A vector lies in memory as rows of 128 do.
+        x = y = (x[0] // LANES, LANES)
     pad = (1,) * max(0, 2 - len(x))
     x, y = pad + x, pad + y
     groups: list[tuple[tuple[bool, bool], list[int]]] = []
@@ -87,12 +120,7 @@ def merged_shapes(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[tuple[int, ..
         groups[-1][1].append(axis)
 
     def merge(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*(math.prod(shape[axis] for axis in axes) for _, axes in groups), *shape[-2:])
+        leading = [math.prod(shape[axis] for axis in axes) for _, axes in groups] or [1]
+        return (*leading, *shape[-2:])
 
     return merge(x), merge(y)
-
-
-def block_shape(shape: tuple[int, ...], config: AddConfig) -> tuple[int, ...]:
-    """The block: what the config says of the last three axes, if they are that long, and 1 along the others."""
-    most = (*(1 for _ in shape[:-3]), config.block_leading, config.block_rows, config.block_lanes)[-len(shape) :]
-    return tuple(map(min, shape, most))

@@ -37,6 +37,12 @@ PACKED_ROWS = 32
 SHORT = 16
 """Rows below which a register of 8 rows each of which is a sum of its own is better than 8 partial sums."""
 
+STRIP_ROWS = 16
+"""Rows that are added in one turn of a loop; a multiple of the rows of a tile of 16-bit numbers."""
+
+STRIP_LANES = 4096
+"""Lanes that are added in one turn of a loop, where there is one row only."""
+
 
 class AddConfig(Config):
     """Blocks of an addition. Each is a maximum: no block is longer than its axis.
@@ -136,13 +142,18 @@ def default_add_config(request: Request, device: Device) -> AddConfig:
     """Long rows first: of the 2 MiB or 4 MiB that one block may have, as much as the last axis can use."""
     out = outputs(request)["out"]
     rows, lanes = (max(1, size) for size in (1, 1, *out.shape)[-2:])
-    size = _block_bytes(device, out.nbytes, 2 * _MIB, 4 * _MIB) // out.dtype.itemsize
-    lanes = min(round_up(lanes, LANES), size if rows == 1 else 4096)
-    rows = min(round_up(rows, SUBLANES), size // lanes // SUBLANES * SUBLANES)
+    # Elements are widened in registers where the device has no 16-bit arithmetic, so float32's size counts.
+    size = _block_bytes(device, 4 * out.size, 2 * _MIB, 4 * _MIB) // 4
+    # A row that is broadcast stays in registers while it is added to others.
+    widest = 512 if device.vmem_bytes <= 16 * _MIB else 2048
+    if out.shape[:-1] == () and lanes % (SUBLANES * LANES) == 0:
+        rows, lanes = lanes // LANES, LANES  # as the kernel takes a vector
+    lanes = min(round_up(lanes, LANES), size // STRIP_LANES * STRIP_LANES if rows == 1 else widest)
+    rows = max(STRIP_ROWS, min(round_up(rows, STRIP_ROWS), size // lanes // STRIP_ROWS * STRIP_ROWS))
     return AddConfig(
         block_lanes=lanes,
-        block_rows=max(SUBLANES, rows),
-        block_leading=max(1, size // (lanes * max(SUBLANES, rows))),
+        block_rows=rows,
+        block_leading=max(1, size // (lanes * rows)),
         vmem_limit_bytes=_vmem_limit(device),
     )
 

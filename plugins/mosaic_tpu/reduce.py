@@ -157,7 +157,7 @@ def _reduce_rows(x: jax.Array, how: combine.Reduction, finish: Any, dtype: Any, 
     A, R, B = x.shape
     chunk = min(CHUNK, round_up(R, PACKED_ROWS))
     r, b = min(config.block_r // chunk * chunk, round_up(R, chunk)), min(config.block_b, B)
-    a = min(A, max(1, config.block_size // (r * b)))
+    a = min(A, max(1, config.block_size // (r * round_up(b, LANES))))
     steps = pl.cdiv(R, r)
     out = pl.pallas_call(
         functools.partial(
@@ -230,7 +230,7 @@ def _reduce_short(x: jax.Array, how: combine.Reduction, finish: Any, dtype: Any,
     A, R, B = x.shape
     b = min(config.block_b, B)
     # A block of few rows has room for whole registers of 8.
-    most = max(SUBLANES, config.block_size // (round_up(R, SUBLANES) * b) // SUBLANES * SUBLANES)
+    most = max(SUBLANES, config.block_size // (round_up(R, SUBLANES) * round_up(b, LANES)) // SUBLANES * SUBLANES)
     a = min(most, round_up(A, SUBLANES)) if A > SUBLANES else A
     return pl.pallas_call(
         functools.partial(_short_kernel, how=how, finish=finish, strip=config.strip_lanes),
