@@ -53,8 +53,9 @@ def reference(request: Request, operands: Operands) -> Outputs:
     lse = jnp.where(any_seen, jnp.log(jnp.where(any_seen, total, 1)) + top, -jnp.inf)[..., 0]
 
     v, v_bad = _clean(value)
+    # 0 for a key that a row does not see, even if the row is NaN: its own gradient must not be.
     # Rounded like any attention in 16 bits: the weights enter the second product in the inputs' dtype.
-    p = (weights / jnp.where(any_seen, total, 1)).reshape(B, K, N // K, T, S).astype(value.dtype)
+    p = jnp.where(seen, weights / jnp.where(any_seen, total, 1), 0).reshape(B, K, N // K, T, S).astype(value.dtype)
     out = jnp.einsum("bkgts,bskv->btkgv", p, v, preferred_element_type=acc, precision=lax.Precision.HIGHEST)
 
     def poison(out: jax.Array) -> jax.Array:
