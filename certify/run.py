@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -217,8 +217,16 @@ def _programs(
             if not platforms or targets.target(name).platform in platforms
         ]  # fmt: skip
     lacking = {name: compiling.missing(name) for name in dict.fromkeys(job.target for job in jobs)}
-    said = list(dict.fromkeys(words for words in lacking.values() if words))
-    return [job for job in jobs if not lacking[job.target]], said
+    return [job for job in jobs if not lacking[job.target]], _said(lacking)
+
+
+def _said(lacking: Mapping[str, str]) -> list[str]:
+    """What is missing, once for all targets that lack the same."""
+    found: dict[str, list[str]] = {}
+    for name, words in lacking.items():
+        if words:
+            found.setdefault(words.removeprefix(f"compiling for {name} "), []).append(name)
+    return [f"compiling for {', '.join(names)} {words}" for words, names in found.items()]
 
 
 def _workload(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Workload:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from opmux.certify import targets
 from opmux.certify.baseline import PROGRAM, Baseline, Figures, figures_of, is_worse
@@ -64,7 +65,7 @@ def _roof(name: str, found: Sequence[CompileResult]) -> str:
 def _workload(
     found: Sequence[CompileResult | None], names: Sequence[str], report: Report, baseline: Baseline, folder: Path
 ) -> Iterator[str]:
-    yield f'<div class="scroll"><table class="figures" style="width:{9.5 + 9 * len(names)}rem"><col class="name">'
+    yield f'<div class="scroll"><table class="figures" style="width:{9.5 + 10.5 * len(names)}rem"><col class="name">'
     yield f"{'<col>' * len(names)}<thead><tr><th></th>"
     yield "".join(f"<th>{summary.short(name)}</th>" for name in names)
     yield "</tr></thead><tbody>"
@@ -104,13 +105,14 @@ def _figures(
     most = max((value for value in values if value is not None), default=0.0)
     if not most and name not in _SHOWN_AT_ZERO:
         return
+    differ = len({value for value in values if value is not None}) > 1
     cells: list[str] = []
     for target, value, earlier in zip(names, values, old, strict=True):
         if value is None:
             cells.append("")
             continue
         limit = _limit(name, targets.target(target).device)
-        scale = charts.bar(value / (limit or most)) if most else ""
+        scale = charts.bar(value / (limit or most)) if limit or differ else ""
         of = f' <span class="dim">of {_text(name, limit)}</span>' if limit else ""
         shown = f'<span title="{number(value)}">{_text(name, value)}</span>{of}'
         cells.append(f"{scale}{shown}{_delta(name, earlier.get(kernel, {}), value)}")
@@ -153,7 +155,7 @@ def _measures(found: CompileResult | None, kernel: str) -> KernelMeasures | None
 
 
 def _links(kernel: KernelMeasures, folder: Path) -> str:
-    links = {kind: os.path.relpath(path, folder.absolute()) for kind, path in kernel.files.items()}
+    links = {kind: quote(os.path.relpath(path, folder.absolute())) for kind, path in kernel.files.items()}
     return " ".join(f'<a href="{escape(link)}">{escape(kind)}</a>' for kind, link in links.items())
 
 

@@ -153,10 +153,10 @@ def test_the_page_is_whole_loads_nothing_and_says_everything(report, earlier):
 
 
 def test_links_to_texts_are_relative_to_the_page(report, tmp_path):
-    kernel = KernelMeasures(kernel="k", figures={"registers": 8.0}, files={"ptx": str(tmp_path / "texts" / "k.ptx")})
+    kernel = KernelMeasures(kernel="k", figures={"registers": 8.0}, files={"ptx": str(tmp_path / "the texts" / "k.ptx")})
     one = report.compiled[0].model_copy(update={"kernels": (kernel,)})
     text = page.render(report.model_copy(update={"compiled": (one,)}), folder=tmp_path / "site")
-    assert '<a href="../texts/k.ptx">ptx</a>' in text
+    assert '<a href="../the%20texts/k.ptx">ptx</a>' in text
 
 
 def test_cells_of_a_check(report):
