@@ -20,7 +20,7 @@ from opmux.core.op import Op
 from opmux.core.simulation import SimulatorOptions
 from opmux.testing import find_oracle
 
-LIMIT = 120.0
+LIMIT = 240.0
 """Seconds for one run; a kernel that waits for a signal that was lost waits for ever."""
 
 _ENVIRONMENT: dict[str, str | None] = {

@@ -19,7 +19,7 @@ CASES = {"add": "blocks", "reduce": "blocks_last", "matmul": "float16_broad"}
 ON_WAIT, EAGER = simulate.MODES["tpu"]
 (GPU,) = simulate.MODES["cuda"]
 MISSED = "missed"
-HANG_LIMIT = 20.0
+HANG_LIMIT = 30.0
 
 # The kind of failure that is reported, with copies that are late, and with copies that are early.
 TPU = {
