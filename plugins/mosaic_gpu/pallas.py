@@ -25,7 +25,7 @@ def launch(
 ) -> Callable[..., jax.Array]:  # fmt: skip
     """A kernel of blocks along the axis `cta`: of one warpgroup each, or of compute and memory warpgroups, `wg`."""
     threads: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "wg"} if specialized else {}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=tuple(scratch),
@@ -35,6 +35,13 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **threads,
     )
+
+    def call(*operands: jax.Array) -> jax.Array:
+        # Indices are 32-bit, whatever Python's integers become elsewhere.
+        with jax.enable_x64(False):
+            return kernel(*operands)
+
+    return call
 
 
 def barriers(num_stages: int, num_arrivals: int) -> Any:

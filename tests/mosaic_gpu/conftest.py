@@ -34,10 +34,20 @@ class Runner:
         from opmux.plugins.mosaic_gpu.simulator import simulate
 
         call = self.op.call(args, kwargs)
-        given = self.implementation.config_for(call.request, CPU)
-        config = self.implementation.config.model_validate({**given.model_dump(), **(config or {})})
         options = options or SimulatorOptions()
-        return call.finish(simulate(self.implementation.load(), call.request, call.operands, config, options))
+        return call.finish(
+            simulate(
+                self.implementation.load(), call.request, call.operands, self.config(call.request, config), options
+            )
+        )
+
+    def config(self, request, changes):
+        given = self.implementation.config_for(request, CPU)
+        return self.implementation.config.model_validate({**given.model_dump(), **(changes or {})})
+
+    def kernel(self, request, operands, changes):
+        """The kernel itself, not simulated."""
+        return self.implementation.load()(request, operands, self.config(request, changes))
 
     def check(self, *args, config=None, tolerance=None, **kwargs):
         """Asserts that the simulated result is the oracle's."""

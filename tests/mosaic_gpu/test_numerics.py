@@ -3,6 +3,7 @@
 Races are looked for, memory that nobody wrote is NaN, and 32 TMA copies may be under way.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,3 +106,23 @@ def test_tiles_of_a_reduction(gpu, shape, axis, kind, dtype, config):
 @pytest.mark.parametrize("length", [1, 64, 65, 5000])
 def test_folds_of_small_reductions(gpu, kind, length):
     gpu("reduce").check(1 + normal(length) / 1000, kind=kind, tolerance=1e-4)
+
+
+def test_values_are_the_same_with_64_bits_enabled(gpu):
+    x = normal(7, 33)
+    with jax.enable_x64(True):
+        gpu("add").check(x, x[:, :1])
+        gpu("reduce").check(x, axis=1, kind="mean")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("op", "kwargs"), [("add", {}), ("reduce", {"axis": 1}), ("reduce", {"axis": 0})])
+def test_kernels_of_large_arrays_have_names_and_32_bit_indices(gpu, op, kwargs, wide):
+    runner = gpu(op)
+    x = np.zeros((512, 512), np.float32)
+    with jax.enable_x64(wide):
+        call = runner.op.call((x, x) if op == "add" else (x,), kwargs)
+        text = str(jax.make_jaxpr(lambda operands: runner.kernel(call.request, operands, TILES))(call.operands))
+    assert {"add": "add_tiles", "reduce": f"reduce_{'rows' if kwargs.get('axis') else 'columns'}_sum"}[op] in text
+    assert "i64[" not in text
+    assert "f64[" not in text
