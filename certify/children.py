@@ -3,7 +3,7 @@
 A child does many jobs, one after the other, since starting one costs seconds:
 
     parent ── a job a line ──▶ stdin ─┐
-                                      ├─ python -m opmux.certify.worker
+                                      ├─ python worker.py
     parent ◀─ an answer a line ─ pipe ┘   stdout, stderr ──▶ a file, read when the child dies
 """
 
@@ -23,7 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+_WORKER = Path(__file__).with_name("worker.py")
 
 STARTUP = 60.0
 """Seconds that the first job of a child has on top of its limit, for starting Python and importing JAX."""
@@ -179,8 +182,8 @@ class _Child:
         self._buffer = b""
         self._done = 0
         self._process = subprocess.Popen(
-            # What can be imported here can be imported there, and the working folder hides no package.
-            [sys.executable, "-P", "-m", "opmux.certify.worker", str(answers)],
+            # By its path, so that a child imports what its jobs need only; `-P`: no folder hides a package.
+            [sys.executable, "-P", str(_WORKER), str(answers)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
