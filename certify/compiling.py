@@ -18,7 +18,7 @@ from opmux.core.errors import OpmuxError
 INSTALL = "pip install 'opmux[certify]'"
 COMPILE_LIMIT = 180.0
 """Seconds for one program."""
-PROFILE_LIMIT = 60.0
+PROFILE_LIMIT = 120.0
 """Seconds for the cycle estimates of one program; the estimator steps through the grid."""
 
 _COMMON: dict[str, str | None] = {
