@@ -106,7 +106,9 @@ class Baseline:
             if result.status != "ok":
                 found.append(_worse(result, PROGRAM, "compiles", 1.0, 0.0))
                 continue
-            for kernel, figures in figures_of(result).items():
+            new = figures_of(result)
+            found += [_worse(result, kernel, "present", 1.0, 0.0) for kernel in old if kernel not in new]
+            for kernel, figures in new.items():
                 found += [
                     _worse(result, kernel, name, old[kernel][name], value)
                     for name, value in figures.items()

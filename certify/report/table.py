@@ -31,7 +31,9 @@ def lines(report: Report, width: int = 80) -> list[str]:
 
 
 def change(regression: Regression) -> str:
-    """One figure that got worse."""
+    """One figure that got worse, or what is not there any more."""
+    if regression.found == 0 and regression.figure in ("compiles", "present"):
+        return f"{regression.kernel}: {'compiled' if regression.figure == 'compiles' else 'was there'} before"
     where = "" if regression.kernel == PROGRAM else f"{regression.kernel}: "
     allowed = f"{regression.tolerance:.0%} more is allowed" if regression.tolerance else "no more is allowed"
     return f"{where}{regression.figure} {number(regression.baseline)} -> {number(regression.found)} ({allowed})"

@@ -68,6 +68,11 @@ def test_what_compiled_once_must_compile(kept, status):
     assert found.key == "acme/add/f32/tpu-v6e"
 
 
+def test_a_kernel_that_is_gone_is_told(kept):
+    renamed = result().model_copy(update={"kernels": (KernelMeasures(kernel="other", figures={"bundles": 1.0}),)})
+    assert regressed(kept, renamed) == {("k", "present")}
+
+
 def test_figures_of_other_versions_are_not_compared(kept):
     other = {**VERSIONS, "libtpu": "0.0.51"}
     assert regressed(kept, result(bundles=900.0), other) == set()

@@ -85,6 +85,15 @@ def test_a_table_of_every_check_fits(report):
     assert max(map(len, table.lines(full))) <= 80
 
 
+@pytest.mark.parametrize(
+    ("figure", "kernel", "text"),
+    [("compiles", "program", "program: compiled before"), ("present", "k", "k: was there before")],
+)
+def test_what_is_gone(figure, kernel, text):
+    gone = Regression(key="a/b/c/d", kernel=kernel, figure=figure, baseline=1, found=0, tolerance=0.05)
+    assert table.change(gone) == text
+
+
 def test_a_report_of_nothing_but_good_news(report):
     good = Report(versions={}, level="full", compiled=report.compiled[:1], simulated=report.simulated[:1])
     lines = table.lines(good)
@@ -153,7 +162,9 @@ def test_the_page_is_whole_loads_nothing_and_says_everything(report, earlier):
 
 
 def test_links_to_texts_are_relative_to_the_page(report, tmp_path):
-    kernel = KernelMeasures(kernel="k", figures={"registers": 8.0}, files={"ptx": str(tmp_path / "the texts" / "k.ptx")})
+    kernel = KernelMeasures(
+        kernel="k", figures={"registers": 8.0}, files={"ptx": str(tmp_path / "the texts" / "k.ptx")}
+    )
     one = report.compiled[0].model_copy(update={"kernels": (kernel,)})
     text = page.render(report.model_copy(update={"compiled": (one,)}), folder=tmp_path / "site")
     assert '<a href="../the%20texts/k.ptx">ptx</a>' in text
