@@ -6,12 +6,14 @@ import argparse
 import contextlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opmux.cli import arguments
 from opmux.cli.arguments import AbstractArray
 from opmux.core.errors import ArgumentTypeError
-from opmux.core.op import Op
+
+if TYPE_CHECKING:
+    from opmux.core.op import Op
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -34,14 +34,16 @@ class Copy:
 def shadowed(distributions: Iterable[metadata.Distribution] | None = None) -> list[tuple[Copy, Copy]]:
     """Pairs of copies of one distribution where the first on the path hides the second, which has plugins.
 
-    Python reads the first copy only, be it stale or empty, as a half-removed installation leaves it.
+    Python reads the first copy only, be it stale or empty, as a half-removed installation leaves it. A second copy
+    that says the same, as a build leaves it in a source tree, hides nothing.
     """
     seen: dict[str, Copy] = {}
     found: list[tuple[Copy, Copy]] = []
     for distribution in metadata.distributions() if distributions is None else distributions:
         copy = _copy(distribution)
         first = seen.setdefault(copy.name, copy)
-        if first is not copy and copy.points and copy.place != first.place:
+        same = (first.version, first.points) == (copy.version, copy.points)
+        if copy.points and copy.place != first.place and not same:
             found.append((first, copy))
     return found
 

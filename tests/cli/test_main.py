@@ -158,7 +158,7 @@ def test_list_marks_what_is_forced_and_names_what_is_disabled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPMUX_BACKEND", "add=xla")
-    monkeypatch.setenv("OPMUX_DISABLE", "interpret")
+    monkeypatch.setenv("OPMUX_DISABLE", "interpret,mosaic_gpu,mosaic_tpu")
     out = run(capsys, "list")[1]
     assert "!    forced" in out
     assert "disabled  interpret" in out

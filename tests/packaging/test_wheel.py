@@ -46,7 +46,7 @@ print(json.dumps({
     "where": registry.__file__,
     "sum": float(registry.get("add")(1.0, 2.0)),
     "attention": registry.get("attention")(x, x, x, is_causal=True).shape,
-    "forced": [float(registry.get("add", backend=name)(1.0, 2.0)) for name in registry.backends()],
+    "forced": [float(registry.get("add", backend=name)(1.0, 2.0)) for name in ("interpret", "xla")],
     "backends": list(registry.backends()),
     "failures": [str(failure) for failure in registry.failures()],
 }))
