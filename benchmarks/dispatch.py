@@ -120,8 +120,9 @@ def importing(rounds: int = 9) -> dict[str, float]:
     """Seconds that `import opmux.registry` adds to `import jax`, in fresh processes."""
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "HOME": home, "XDG_CACHE_HOME": home}
+        command = [sys.executable, "-c", _IMPORT]
         seconds = [
-            float(subprocess.run([sys.executable, "-c", _IMPORT], env=environment, capture_output=True, check=True).stdout)
+            float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
             for _ in range(rounds)
         ]
         assert not list(Path(home).iterdir()), "importing opmux.registry created files"

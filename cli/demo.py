@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from opmux.cli import layout
+
 if TYPE_CHECKING:
     from opmux.registry import Decision
 
@@ -65,7 +67,7 @@ class Report:
         return self.golden is None or self.deviation <= LIMIT
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: layout.Subparsers) -> None:
     """Adds the command `demo`; its `run` default takes the parsed arguments and returns the exit code."""
     parser = subparsers.add_parser(
         "demo",
