@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from opmux.core.cases.case import Case
 from opmux.core.errors import ForcedBackendError
+from opmux.testing.case_call import batch_of
 from opmux.testing.gradients import rms, value_and_gradients
 from opmux.testing.subject import Arrays, Rejected, Subject, arguments, floating, longest_axis, quick_jit
 from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, coarsest, rtol
-from opmux.testing.transforms import batch_of
 
 MIN_DEVICES = 2
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -8,8 +8,7 @@ are right is the business of `check_numerics` and `check_gradients`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,106 +17,20 @@ import numpy as np
 from jax import export, lax
 
 from opmux.core.cases.case import Case
-from opmux.core.errors import ArgumentError, DifferentiationError
+from opmux.core.errors import DifferentiationError
 from opmux.core.op import Op
-from opmux.testing.gradients import rms, value_and_gradients
+from opmux.testing.case_call import BATCH, case_call, inexact, stack
+from opmux.testing.gradients import rms
 from opmux.testing.subject import Arrays, Subject, arguments, floating, longest_axis, quick_jit
-from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, coarsest, rtol
+from opmux.testing.tolerances import assert_close, rtol
 
-BATCH = 3
 JACOBIAN_ROWS = 16
 """Leading elements of the first result whose derivatives are formed one by one."""
-
-Results = tuple[list[Any], dict[str, Any]]
-
-
-class _Call:
-    """A case as a function of its arrays, which gives results and gradients."""
-
-    def __init__(self, subject: Subject, case: Case) -> None:
-        self.subject, self.case = subject, case
-        self.arrays, self.rest = arguments(subject.op, case)
-        self.batch = batch_of(subject.op, self.arrays, self.rest)
-        self.moving = {name: self.arrays[name] for name in floating(self.arrays)}
-        accurate = rtol(coarsest(self.arrays.values()), longest_axis(self.arrays))
-        self.rtol = case.rtol or 2 * accurate
-        self.gradient_rtol = case.rtol or 2 * GRADIENT_FACTOR * accurate
-        self.compiled = quick_jit(self)
-        self.gradient = quick_jit(jax.grad(self.loss))
-
-    def __call__(self, arrays: Arrays) -> Results:
-        return value_and_gradients(self.results, arrays)
-
-    def results(self, arrays: Arrays) -> list[Any]:
-        """The results alone."""
-        return self.subject.results(arrays, self.rest)
-
-    def loss(self, moving: Arrays, others: Arrays | None = None) -> jax.Array:
-        """A number that every floating result matters to; `others` are the arrays that have no gradient."""
-        leaves = self.results({**self.arrays, **(others or {}), **moving})
-        terms = [jnp.where(jnp.isfinite(leaf), leaf, 0).astype(jnp.float32).sum() for leaf in leaves if _inexact(leaf)]
-        return jnp.sum(jnp.stack(terms))
-
-    def select(self, mapped: Sequence[str]) -> Arrays:
-        """The arrays, those to be mapped as a batch."""
-        return {name: self.batch[name] if name in mapped else array for name, array in self.arrays.items()}
-
-    def element(self, index: int, mapped: Sequence[str]) -> Arrays:
-        """The arrays of one element of the batch."""
-        return {name: self.batch[name][index] if name in mapped else array for name, array in self.arrays.items()}
-
-    def loop(self, mapped: Sequence[str]) -> Results:
-        """The same function, one element after another."""
-        return _stack([self.compiled(self.element(i, mapped)) for i in range(BATCH)])
-
-    def compare(self, got: Results, want: Results, what: str) -> None:
-        """Asserts that results and gradients agree."""
-        label = f"{self.subject} {self.case.name}: {what}"
-        for number, (one, other) in enumerate(zip(got[0], want[0], strict=True)):
-            assert_close(one, other, self.rtol, f"{label}: result {number}")
-        self.compare_gradients(got[1], want[1], what)
-
-    def compare_gradients(self, got: Mapping[str, Any], want: Mapping[str, Any], what: str) -> None:
-        """Asserts that gradients agree, in value and dtype."""
-        label = f"{self.subject} {self.case.name}: {what}"
-        floor = max(map(rms, want.values()), default=0.0)
-        for name, gradient in want.items():
-            dtype = self.arrays[name].dtype
-            assert got[name].dtype == dtype, f"{label}: cotangent of {name!r} is {got[name].dtype}, not {dtype}"
-            assert_close(got[name], gradient, self.gradient_rtol, f"{label}: cotangent of {name!r}", floor=floor)
-
-
-@lru_cache(maxsize=8)
-def _call(subject: Subject, case: Case) -> _Call:
-    """One object for all transforms of a case, so that what they are compared with is compiled once."""
-    return _Call(subject, case)
-
-
-def batch_of(op: Op, arrays: Arrays, rest: Mapping[str, Any], size: int = BATCH) -> Arrays:
-    """A batch of each array whose elements differ from one another and are all valid.
-
-    Floats are scaled, integers and booleans rotated along their first axis, as far as the op takes the values.
-    """
-    return {name: np.stack([_variant(op, arrays, rest, name, i) for i in range(size)]) for name in arrays}
-
-
-def _variant(op: Op, arrays: Arrays, rest: Mapping[str, Any], name: str, number: int) -> Any:
-    array = arrays[name]
-    if jnp.issubdtype(array.dtype, jnp.inexact):
-        return (array * (1 + number / 8)).astype(array.dtype)
-    rolled = np.roll(array, number, axis=0) if array.ndim else array
-    if op.check_values is not None and name in op.value_checked:
-        shapes = {other: tuple(np.shape(value)) for other, value in {**arrays, **rest}.items() if value is not None}
-        try:
-            op.check_values({name: rolled}, shapes)
-        except ArgumentError:
-            return array
-    return rolled
 
 
 def check_jit(subject: Subject, case: Case) -> None:
     """`jit` gives what the eager call gives, alone and under an eager `vjp`."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     got = jax.jit(call)(call.arrays)
     call.compare((got[0], {}), (call.results(call.arrays), {}), "jit against eager")
     call.compare(got, call(call.arrays), "jit against an eager vjp")
@@ -125,7 +38,7 @@ def check_jit(subject: Subject, case: Case) -> None:
 
 def check_vmap(subject: Subject, case: Case) -> None:
     """`vmap` of results and gradients over subsets of the arrays equals a loop; along other axes too."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     for number, mapped in enumerate(_subsets(list(call.arrays))):
         axes = {name: (0 if name in mapped else None) for name in call.arrays}
         batch = call.select(mapped)
@@ -138,24 +51,24 @@ def check_vmap(subject: Subject, case: Case) -> None:
 
 def check_nested_vmap(subject: Subject, case: Case) -> None:
     """`vmap` of `vmap`, each over other arrays, equals two loops."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     names = list(call.arrays)
     outer, inner = names[::2], names[1::2]
     axes = [{name: (0 if name in mapped else None) for name in names} for mapped in (outer, inner)]
     got = quick_jit(jax.vmap(jax.vmap(call, in_axes=(axes[1],)), in_axes=(axes[0],)))(call.select(names))
     want = [
-        _stack([
+        stack([
             call.compiled({name: call.batch[name][j if name in inner else i] for name in names})
             for j in range(BATCH)
         ])
         for i in range(BATCH)
     ]  # fmt: skip
-    call.compare(got, _stack(want), "nested vmap")
+    call.compare(got, stack(want), "nested vmap")
 
 
 def check_vmap_of_nothing(subject: Subject, case: Case) -> None:
     """`vmap` over a batch of size 0 gives empty results of the right shapes."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     got = quick_jit(jax.vmap(call))({name: array[:0] for name, array in call.batch.items()})
     want = jax.eval_shape(jax.vmap(call), call.batch)
     for one, spec in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -164,7 +77,7 @@ def check_vmap_of_nothing(subject: Subject, case: Case) -> None:
 
 def check_grad_of_vmap(subject: Subject, case: Case) -> None:
     """`grad` of a `vmap` in which one array is shared sums its cotangents."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     shared = list(call.moving)[-1]
     mapped = [name for name in call.arrays if name != shared]
     axes = {name: (0 if name in mapped else None) for name in call.arrays}
@@ -174,14 +87,14 @@ def check_grad_of_vmap(subject: Subject, case: Case) -> None:
         return jax.vmap(lambda arrays: call.loss(arrays), in_axes=(axes,), axis_size=BATCH)({**batch, **moving}).sum()
 
     got = quick_jit(jax.grad(loss))({name: batch[name] for name in call.moving})
-    each = _stack([call.gradient(*_part(call.element(i, mapped), list(call.moving))) for i in range(BATCH)])
+    each = stack([call.gradient(*_part(call.element(i, mapped), list(call.moving))) for i in range(BATCH)])
     total = each[shared].astype(np.float64).sum(0)
     call.compare_gradients(got, {**each, shared: total}, f"grad of vmap with {shared!r} shared")
 
 
 def check_scan(subject: Subject, case: Case) -> None:
     """Results and gradients inside a `scan` equal a loop; gradients through it have their primals' dtypes."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     _, got = quick_jit(lambda xs: lax.scan(lambda carry, arrays: (carry, call(arrays)), 0, xs))(call.batch)
     call.compare(got, call.loop(list(call.arrays)), "inside scan")
     if not call.moving:
@@ -198,14 +111,14 @@ def check_scan(subject: Subject, case: Case) -> None:
 
 def check_remat(subject: Subject, case: Case) -> None:
     """`jax.checkpoint` changes no gradient."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     got = quick_jit(jax.grad(jax.checkpoint(call.loss)))(call.moving)
     call.compare_gradients(got, call.gradient(call.moving), "remat")
 
 
 def check_jacobian(subject: Subject, case: Case) -> None:
     """Rows of the reverse-mode Jacobian sum up to the gradient of the sum."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
 
     def first(moving: Arrays) -> jax.Array:
         return call.results({**call.arrays, **moving})[0].reshape(-1)[:JACOBIAN_ROWS]
@@ -218,7 +131,7 @@ def check_jacobian(subject: Subject, case: Case) -> None:
 
 def check_jvp(subject: Subject, case: Case) -> None:
     """Forward mode gives the directional derivative, or says that there is no rule."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     moving = {name: jnp.asarray(array) for name, array in call.moving.items()}
     tangent = {name: jnp.ones(array.shape, array.dtype) for name, array in moving.items()}
     try:
@@ -233,7 +146,7 @@ def check_jvp(subject: Subject, case: Case) -> None:
 
 def check_export(subject: Subject, case: Case) -> None:
     """`jax.export` survives a round trip through bytes."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     exported = export.export(jax.jit(call.results))(call.arrays)
     if importlib.util.find_spec("flatbuffers") is not None:  # JAX needs it for the bytes
         exported = export.deserialize(exported.serialize())
@@ -243,15 +156,15 @@ def check_export(subject: Subject, case: Case) -> None:
 
 def check_x64(subject: Subject, case: Case) -> None:
     """64-bit mode changes no result, gradient or dtype of 32-bit arrays; float64 arrays are accurate as such."""
-    call = _call(subject, case)
+    call = case_call(subject, case)
     want = call.compiled(call.arrays)
     with jax.enable_x64(True):
         got = quick_jit(call)(call.arrays)
-        if all(map(_inexact, call.arrays.values())):
+        if all(map(inexact, call.arrays.values())):
             dtypes = [(one.dtype, other.dtype) for one, other in zip(got[0], want[0], strict=True)]
             assert all(one == other for one, other in dtypes), f"{subject} {case.name}: dtypes under x64: {dtypes}"
         call.compare(got, want, "x64")
-        wide = {name: array.astype(np.float64) if _inexact(array) else array for name, array in call.arrays.items()}
+        wide = {name: array.astype(np.float64) if inexact(array) else array for name, array in call.arrays.items()}
         results = quick_jit(call.results)(wide) if call.moving else []
         for number, (one, other) in enumerate(zip(results, subject.wanted({**wide, **call.rest}), strict=False)):
             assert_close(one, other, rtol(one.dtype, longest_axis(wide)), f"{subject} {case.name}: float64 {number}")
@@ -314,11 +227,3 @@ def _subsets(names: list[str]) -> Iterator[list[str]]:
 
 def _part(arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
     return {name: arrays[name] for name in names}, {name: arrays[name] for name in arrays if name not in names}
-
-
-def _stack(each: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *each)
-
-
-def _inexact(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.inexact)

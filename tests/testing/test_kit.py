@@ -20,8 +20,8 @@ from opmux.testing import (
     find_oracle,
     transform_cases,
 )  # fmt: skip
+from opmux.testing.case_call import batch_of
 from opmux.testing.subject import arguments, run_reference
-from opmux.testing.transforms import batch_of
 
 CASES = {case.name: case for case in cases()}
 GOOD = Subject.reference(OP)
