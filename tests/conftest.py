@@ -23,7 +23,8 @@ def isolated_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         policy._root.restore()
 
     for variable in environment.VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, "")  # noted, so that whatever a test leaves in it is taken back
+        monkeypatch.delenv(variable)
     ambient = policy._context.get_global()
     monkeypatch.setattr(policy, "_process", policy._Process())
     monkeypatch.setattr(tables, "loader", Loader())
