@@ -37,7 +37,6 @@ class CaseCall:
         self.gradient = quick_jit(jax.grad(self.loss))
 
     def __call__(self, arrays: Arrays) -> Results:
-        """Results and gradients, for cotangents of one."""
         """The results and their gradients."""
         return value_and_gradients(self.results, arrays)
 
