@@ -12,6 +12,7 @@ from opmux.cli import installed, layout, version
 from opmux.core.errors import OpmuxError
 
 if TYPE_CHECKING:
+    from opmux.core.implementation import Implementation
     from opmux.registry.loader import Plugin, PluginFailure
 
 _TAIL = 6
@@ -87,7 +88,7 @@ def collect() -> dict[str, Any]:
         plugins.append(
             {
                 "name": name,
-                "state": "ok" if not broken else "failed",
+                "state": "failed" if any(finding.failed for finding in broken) else "lacking" if broken else "ok",
                 "origin": str(plugin.found),
                 "implementations": len(plugin.contents.implementations),
                 "ops": [op.name for op in plugin.contents.ops],
@@ -123,15 +124,29 @@ def _kernels(plugin: Plugin) -> list[Finding]:
         try:
             implementation.load()
         except (Exception, SystemExit) as error:
+            hint = _lacks(plugin, implementation, error)
             findings.append(
                 Finding(
                     "kernel",
                     f"{plugin.name}: {implementation.op}",
-                    f"{implementation.kernel}: {type(error).__name__}: {error}",
+                    f"{implementation.kernel}: {type(error).__name__}: {error}{'; needs ' * bool(hint)}{hint}",
+                    failed=not hint,
                     traceback="".join(traceback.format_exception(error)),
                 )
             )
     return findings
+
+
+def _lacks(plugin: Plugin, implementation: Implementation, error: BaseException) -> str:
+    """How to install what a kernel lacks, if that is all: nobody needs it where its device is absent."""
+    from opmux.registry import placement
+
+    info = plugin.contents.info
+    if info is None or not isinstance(error, ModuleNotFoundError) or not isinstance(implementation.kernel, str):
+        return ""
+    own = (error.name or "").partition(".")[0] == implementation.kernel.partition(".")[0]
+    at_home = any(device.platform in info.platforms for device in placement.present())
+    return "" if own or at_home or not info.platforms else info.install_hint
 
 
 def _failure(failure: PluginFailure) -> Finding:

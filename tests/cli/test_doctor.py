@@ -12,6 +12,7 @@ import pytest
 
 from opmux.cli import installed
 from opmux.cli.main import main
+from opmux.core.implementation import Implementation
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -206,3 +207,23 @@ def test_list_fits_with_many_backends(install: Install, capsys: pytest.CaptureFi
     cells = json.loads(capsys.readouterr().out)["ops"]["add"]
     assert cells["elsewhere"] == {"state": "away", "priority": 0, "backward": False}
     assert len(cells) >= 14
+
+
+def test_what_an_absent_device_needs_is_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain installation has no absl, which Mosaic GPU imports."""
+    monkeypatch.setattr(Implementation, "load", _lacking_absl)
+    code, out, found = doctor(capsys)
+    (finding, *_) = [one for one in findings(found, "kernel") if one["subject"].startswith("mosaic_gpu")]
+    assert not finding["failed"]
+    assert "absl-py" in finding["detail"]
+    assert {plugin["name"]: plugin["state"] for plugin in found["plugins"]}["mosaic_gpu"] == "lacking"
+    # A backend that runs here has no such excuse.
+    assert any(one["failed"] for one in findings(found, "kernel") if one["subject"].startswith("interpret"))
+    assert code == 1
+    assert "absl" in out
+
+
+def _lacking_absl(implementation: Implementation) -> None:
+    raise ModuleNotFoundError("No module named 'absl'", name="absl")
