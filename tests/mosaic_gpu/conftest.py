@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from opmux.core import devices
-from opmux.core.ops import add, reduce
+from opmux.core.ops import builtin_ops
 from opmux.core.simulation import SimulatorOptions
 from opmux.plugins import mosaic_gpu
 from opmux.testing.tolerances import assert_close, rtol
 
-OPS = {"add": add.OP, "reduce": reduce.OP}
+OPS = {op.name: op for op in builtin_ops()}
 IMPLEMENTATIONS = {found.op: found for found in mosaic_gpu.opmux_implementations()}
 H200, CPU = devices.device("h200"), devices.device("cpu")
 

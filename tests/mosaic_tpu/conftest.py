@@ -3,12 +3,12 @@
 import pytest
 
 from opmux.core import devices
-from opmux.core.ops import add, reduce
+from opmux.core.ops import builtin_ops
 from opmux.core.simulation import SimulatorOptions
 from opmux.plugins import mosaic_tpu
 from opmux.plugins.mosaic_tpu.simulator import simulate
 
-OPS = {"add": add.OP, "reduce": reduce.OP}
+OPS = {op.name: op for op in builtin_ops()}
 IMPLEMENTATIONS = {found.op: found for found in mosaic_tpu.opmux_implementations()}
 V6E = devices.device("tpu-v6e")
 
