@@ -15,7 +15,7 @@ from opmux.core.simulation import SimulatorOptions
 from opmux.plugins import mosaic_gpu
 from opmux.testing.tolerances import assert_close, rtol
 
-OPS = {op.name: op for op in builtin_ops()}
+OPS = builtin_ops()
 IMPLEMENTATIONS = {found.op: found for found in mosaic_gpu.opmux_implementations()}
 H200, CPU = devices.device("h200"), devices.device("cpu")
 

@@ -8,7 +8,7 @@ from opmux.core.simulation import SimulatorOptions
 from opmux.plugins import mosaic_tpu
 from opmux.plugins.mosaic_tpu.simulator import simulate
 
-OPS = {op.name: op for op in builtin_ops()}
+OPS = builtin_ops()
 IMPLEMENTATIONS = {found.op: found for found in mosaic_tpu.opmux_implementations()}
 V6E = devices.device("tpu-v6e")
 
