@@ -197,6 +197,11 @@ def gpu_simulator_clips_tma() -> bool:
     return hasattr(plgpu, "InterpretGPUParams")
 
 
+def gpu_simulator_transposes() -> bool:
+    """Whether the simulator's `wgmma` takes operands that are transposed views."""
+    return gpu_simulator_clips_tma()  # both came with the same version
+
+
 def reset_gpu_simulator() -> None:
     """Clears what a simulated GPU kernel that failed has left behind."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,23 +20,36 @@ _LANES = 128
 
 
 def launch(
-    body: Callable[..., None], out: jax.ShapeDtypeStruct, *, name: str, grid: int, scratch: Sequence[Any] = (),
-    specialized: bool = False,
-) -> Callable[..., jax.Array]:  # fmt: skip
-    """A kernel of blocks along the axis `cta`: of one warpgroup each, or of compute and memory warpgroups, `wg`."""
+    body: Callable[..., None], out: Any, *, name: str, grid: int | Mapping[str, int], scratch: Sequence[Any] = (),
+    specialized: bool = False, cluster: Mapping[str, int] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """A kernel of blocks, each of one warpgroup, or of compute and memory warpgroups along the axis `wg`.
+
+    Args:
+      body: called with the operands, the outputs and the scratch.
+      out: a `jax.ShapeDtypeStruct`, or a sequence of them for as many outputs.
+      name: the kernel's name.
+      grid: sizes of the axes of the grid by their names, the last one innermost; or the size of the only one, `cta`.
+      scratch: shared memory and barriers.
+      specialized: whether there is a memory warpgroup beside the compute warpgroups.
+      cluster: sizes of the axes of a cluster by their names. The grid counts clusters then.
+    """
     threads: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "wg"} if specialized else {}
+    axes = {"cta": grid} if isinstance(grid, int) else grid
+    if cluster:
+        threads |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     kernel = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=tuple(scratch),
-        grid=(grid,),
-        grid_names=("cta",),
+        grid=tuple(axes.values()),
+        grid_names=tuple(axes),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **threads,
     )
 
-    def call(*operands: jax.Array) -> jax.Array:
+    def call(*operands: jax.Array) -> Any:
         # Indices are 32-bit, whatever Python's integers become elsewhere.
         with jax.enable_x64(False):
             return kernel(*operands)

@@ -1,0 +1,93 @@
+"""The one seam between compiled and simulated kernels: a product of a warpgroup, by `wgmma`.
+
+A compiled product reads B, and A unless it is in registers, from shared memory, and adds to registers. JAX's
+simulators have no operand in registers and no accumulator that starts from a value, and that of JAX 0.10.2 has no
+transposed operand. There the product is made of values; where the simulator has `wgmma`, it is used, so that
+accesses to shared memory are checked as those of `wgmma`. All else of a kernel is the same code in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from opmux.core import compat
+
+
+def dot(
+    a: Any, b: Any, acc: jax.Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
+    after: Callable[[], None] | None = None,
+) -> jax.Array:  # fmt: skip
+    """The product `a b`, added to `acc` if that is given; it has ended when this returns.
+
+    Args:
+      a: [M, K], in shared memory or in registers; M is a multiple of 64, and K of a swizzled line of shared memory.
+      b: [K, N], in shared memory; N is a multiple of 8 and at most 256.
+      acc: [M, N], in registers; float32, or int32 for operands of int8.
+      transpose_a: `a` is [K, M], in shared memory; elements of 16 bits only.
+      transpose_b: `b` is [N, K]; elements of 16 bits, or of any size where the other operand lies along K too.
+      after: what to do while the product is under way, such as waiting for the next operands or waking the other
+        warpgroup; it must not give back an operand.
+
+    Returns:
+      [M, N], in registers.
+    """
+    if not compat.in_gpu_simulator():
+        return _compiled(a, b, acc, transpose_a, transpose_b, after)
+    transposes = transpose_a or transpose_b
+    if isinstance(a, jax.Array) or (transposes and not compat.gpu_simulator_transposes()):
+        return _of_values(a, b, acc, transpose_a, transpose_b, after)
+    product = _compiled(a, b, None, transpose_a, transpose_b, after)
+    return product if acc is None else acc + product
+
+
+def transposed(ref: Any, swap: bool = True) -> Any:
+    """A view of a matrix in shared memory with its axes swapped, if they are to be."""
+    return ref.transpose((1, 0)) if swap else ref
+
+
+def acc_dtype(dtype: Any) -> np.dtype[Any]:
+    """What `wgmma` sums products of a dtype in."""
+    return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+
+
+def _compiled(
+    a: Any, b: Any, acc: jax.Array | None, transpose_a: bool, transpose_b: bool, after: Callable[[], None] | None
+) -> jax.Array:
+    a, b = transposed(a, transpose_a), transposed(b, transpose_b)
+
+    def issue(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, a, b)
+        if after is not None:
+            after()
+
+    if acc is not None:
+        return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+    def product(acc_ref: Any) -> jax.Array:
+        issue(acc_ref)
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), acc_dtype(b.dtype)))
+
+
+def _of_values(
+    a: Any, b: Any, acc: jax.Array | None, transpose_a: bool, transpose_b: bool, after: Callable[[], None] | None
+) -> jax.Array:
+    dtype = acc_dtype(b.dtype)
+    left, right = a[...].astype(dtype), b[...].astype(dtype)
+    plgpu.commit_smem()  # reads of values have to be ordered before the next copy; those of wgmma are
+    product = jnp.dot(
+        left.T if transpose_a else left, right.T if transpose_b else right,
+        precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
+    )  # fmt: skip
+    if after is not None:
+        after()
+    return product if acc is None else acc + product
