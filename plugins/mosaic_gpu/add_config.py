@@ -8,7 +8,7 @@ from opmux.core.config import Config
 from opmux.core.devices import Device
 from opmux.core.implementation import Rejection
 from opmux.core.request import Request
-from opmux.plugins.mosaic_gpu.capability import SMEM_BYTES, device_rejections, dtype_rejections, size_rejections
+from opmux.plugins.mosaic_gpu.capability import check_smem, device_rejections, dtype_rejections, size_rejections
 
 
 class AddConfig(Config):
@@ -38,11 +38,7 @@ class AddConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> AddConfig:
-        if self.smem_bytes > SMEM_BYTES - 1024:
-            raise ValueError(
-                f"tile_m={self.tile_m}, tile_n={self.tile_n}, num_stages={self.num_stages} need {self.smem_bytes} "
-                f"bytes of shared memory; a block has {SMEM_BYTES - 1024} beside its barriers"
-            )
+        check_smem(self.smem_bytes, tile_m=self.tile_m, tile_n=self.tile_n, num_stages=self.num_stages)
         return self
 
 
