@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.core import compat
+from opmux.plugins.mosaic_gpu.pallas import for_each
 
 
 def dot(
@@ -46,6 +47,56 @@ def dot(
         return _of_values(a, b, acc, transpose_a, transpose_b, after)
     product = _compiled(a, b, None, transpose_a, transpose_b, after)
     return product if acc is None else acc + product
+
+
+def sum_of_dots(
+    steps: int, operands: Callable[[Any], tuple[Any, Any]], release: Callable[[Any], None], *, shape: tuple[int, int],
+    dtype: Any, acc: jax.Array | None = None, transpose_a: bool = False, transpose_b: bool = False,
+) -> jax.Array:  # fmt: skip
+    """The sum of the products `a b` of all steps, one of them under way while the next one is issued.
+
+    Args:
+      steps: how many products; at least one.
+      operands: gives `a` and `b` of a step, both in shared memory, when they have arrived there.
+      release: hands back the operands of a step, whose product has ended.
+      shape: [M, N] of the result.
+      dtype: of the operands.
+      acc: [M, N] in registers, to which the products are added.
+      transpose_a, transpose_b: as in `dot`.
+
+    Returns:
+      [M, N] in registers.
+    """
+    simulated = compat.in_gpu_simulator()
+    if simulated and (transpose_a or transpose_b) and not compat.gpu_simulator_transposes():
+
+        def join(step: Any, total: jax.Array) -> jax.Array:
+            total = _of_values(*operands(step), total, transpose_a, transpose_b, None)
+            release(step)
+            return total
+
+        return lax.fori_loop(0, steps, join, jnp.zeros(shape, acc_dtype(dtype)) if acc is None else acc)
+
+    def issue_all(acc_ref: Any) -> None:
+        def issue(step: Any) -> None:
+            a, b = operands(step)
+            plgpu.wgmma(acc_ref, transposed(a, transpose_a), transposed(b, transpose_b))
+            plgpu.wgmma_wait(1)  # all but the one just issued have ended
+            pl.when(step > 0)(lambda: release(step - 1))
+
+        for_each(0, steps, issue)
+
+    def product(acc_ref: Any) -> jax.Array:
+        issue_all(acc_ref)
+        return acc_ref[...]
+
+    if acc is None or simulated:
+        total = pl.run_scoped(product, plgpu.ACC(shape, acc_dtype(dtype)))
+        total = total if acc is None else acc + total
+    else:
+        total = pl.run_state(issue_all)(plgpu.ACC.init(acc))
+    release(steps - 1)
+    return total
 
 
 def transposed(ref: Any, swap: bool = True) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.core import compat
+from opmux.plugins.mosaic_gpu.capability import SWIZZLED_LINE
 
 COMPUTE_WARPGROUPS = 2
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
@@ -55,6 +58,19 @@ def launch(
             return kernel(*operands)
 
     return call
+
+
+def swizzled(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory in swizzled tiles of eight rows, as `wgmma` reads them and TMA fills them without bank conflicts.
+
+    Args:
+      shape: [..., rows, columns]; the last axis is a multiple of 32 bytes.
+      dtype: of the elements.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    line = math.gcd(shape[-1] * itemsize, SWIZZLED_LINE)
+    transforms = (plgpu.TilingTransform((8, line // itemsize)), plgpu.SwizzleTransform(line))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
 def barriers(num_stages: int, num_arrivals: int) -> Any:
