@@ -24,9 +24,9 @@ _LANES = 128
 
 def launch(
     body: Callable[..., None], out: Any, *, name: str, grid: int | Mapping[str, int], scratch: Sequence[Any] = (),
-    specialized: bool = False, cluster: Mapping[str, int] | None = None,
+    specialized: bool = False, warpgroups: int = 1, cluster: Mapping[str, int] | None = None, approx_math: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """A kernel of blocks, each of one warpgroup, or of compute and memory warpgroups along the axis `wg`.
+    """A kernel of blocks, each of one warpgroup, or of several along the axis `wg`.
 
     Args:
       body: called with the operands, the outputs and the scratch.
@@ -34,10 +34,14 @@ def launch(
       name: the kernel's name.
       grid: sizes of the axes of the grid by their names, the last one innermost; or the size of the only one, `cta`.
       scratch: shared memory and barriers.
-      specialized: whether there is a memory warpgroup beside the compute warpgroups.
+      specialized: whether there are a memory warpgroup and compute warpgroups.
+      warpgroups: how many there are otherwise.
       cluster: sizes of the axes of a cluster by their names. The grid counts clusters then.
+      approx_math: whether `exp2`, `log` and their like may be the device's own instructions, good to 22 bits, but
+        `tanh` to 11.
     """
-    threads: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "wg"} if specialized else {}
+    warpgroups = COMPUTE_WARPGROUPS + 1 if specialized else warpgroups
+    threads: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     axes = {"cta": grid} if isinstance(grid, int) else grid
     if cluster:
         threads |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
@@ -48,7 +52,9 @@ def launch(
         grid=tuple(axes.values()),
         grid_names=tuple(axes),
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approx_math
+        ),
         **threads,
     )
 
