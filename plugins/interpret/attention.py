@@ -27,6 +27,10 @@ from opmux.plugins.interpret.attention_config import AttentionConfig
 from opmux.plugins.interpret.attention_view import View
 
 
+# Scores of a block up to which two products cost less than to choose between one and two.
+_TWO_PRODUCTS = 2**11
+
+
 def attention(request: Request, operands: Operands, config: AttentionConfig) -> Outputs:
     """`out` and `lse` of a canonical attention, in O(T + S) memory beside the bias and mask."""
     specs = output_specs(request)
@@ -123,6 +127,8 @@ def _weigh_masked(view: View, s: Scalar, weights: jax.Array, value: jax.Array) -
         hit = product(view.seen(s).astype(weights.dtype), bad.astype(weights.dtype)) > 0
         return jnp.where(hit, jnp.nan, product(weights, jnp.where(bad, 0, value)))
 
+    if weights.size <= _TWO_PRODUCTS:
+        return poisoned()
     return lax.cond(bad.any(), poisoned, lambda: product(weights, value))
 
 

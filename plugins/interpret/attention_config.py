@@ -65,7 +65,7 @@ def _blocks(request: Request) -> AttentionConfig:
     if B * N * T * S <= _SCORES // 2:
         return AttentionConfig(block_q=T, block_kv=S, block_heads=max(K, 1), block_batch=B)
     cut = request.params.banded or any(name in request for name in ("q_lengths", "kv_lengths", "q_segments", "mask"))
-    q = _even(T, max(min(_ROWS // G, max(128, min(512, T // 2)) if cut else _ROWS), 1))
+    q = _even(T, max(min(_ROWS // G, max(128, min(256, T // 2)) if cut else _ROWS), 1))
     heads = divisor(max(K, 1), _ROWS // (G * q))
     batch = divisor(B, _ROWS // (G * q * heads)) if heads == K else 1
     limit = max(_SCORES // (batch * heads * G * q), 256)
