@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opmux.core.implementation import BackendInfo, Implementation
-from opmux.plugins.mosaic_gpu import add_config, reduce_config
+from opmux.plugins.mosaic_gpu import add_config, matmul_config, reduce_config
 from opmux.registry import hookimpl
 
 _FIRST_ON_CUDA = {"cuda": 20}
@@ -26,13 +26,29 @@ def opmux_backend() -> BackendInfo:
 
 @hookimpl
 def opmux_implementations() -> Iterable[Implementation]:
-    """One implementation an op; backwards are the autodiff of the references."""
+    """One implementation an op, and backward kernels of those whose forwards have products."""
     yield Implementation(
         op="add",
         kernel="opmux.plugins.mosaic_gpu.add:add",
         supports=add_config.supports,
         config=add_config.AddConfig,
         default_config=add_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="matmul",
+        kernel="opmux.plugins.mosaic_gpu.matmul:matmul",
+        supports=matmul_config.supports,
+        config=matmul_config.MatmulConfig,
+        default_config=matmul_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="matmul_vjp",
+        kernel="opmux.plugins.mosaic_gpu.matmul:matmul_vjp",
+        supports=matmul_config.supports_vjp,
+        config=matmul_config.MatmulConfig,
+        default_config=matmul_config.default_vjp_config,
         priority=_FIRST_ON_CUDA,
     )
     yield Implementation(
