@@ -61,7 +61,7 @@ def save(key: str, result: CompileResult) -> None:
         # Renamed into place, since another process may read it.
         descriptor, scratch = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(result.model_dump(mode="json"), file)
+            json.dump(result.model_dump(mode="json", exclude={"kernels": {"__all__": {"files"}}}), file)
         os.replace(scratch, path)
 
 

@@ -18,7 +18,6 @@ from opmux.certify.children import Job, run_job
 from opmux.certify.kernels import inner_jaxprs
 from opmux.certify.results import KernelMeasures
 from opmux.core import compat
-from opmux.core.devices import Device
 
 LIMIT = 600.0
 """Seconds that a function may take to compile."""
@@ -81,7 +80,8 @@ def compile_function(
         # Leaves only: the child need not know the types that the user's pytrees are made of.
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
-    with registry.use(device=place.name), _traced_for(place.device):
+    device = place.device
+    with registry.use(device=place.name), compat.traced_for(device.kind, device.platform, device.cores):
         jitted = jax.jit(flat)
         traced = jitted.trace(*abstract)
         exported = jax.export.export(jitted, platforms=[place.platform], disabled_checks=_UNCHECKED)(*abstract)
@@ -98,11 +98,6 @@ def compile_function(
         outcome.value if outcome.status == "ok" else {"status": outcome.status, "words": outcome.words}
     )
     return FunctionResult(target=place.name, backends=backends, seconds=outcome.seconds, **found)
-
-
-def _traced_for(device: Device) -> Any:
-    cores = device.cores_per_chip if device.megacore else 1
-    return compat.traced_for(device.kind, device.platform, cores)
 
 
 _UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("tpu_custom_call", "mosaic_gpu_v2")]

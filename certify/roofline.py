@@ -59,8 +59,7 @@ def clock(device: Device) -> float:
     Each matrix unit does `mxu_size`² multiply-adds a cycle. Units of 256 rows are declared with a rate of twice that,
     so half is taken for them. No vendor publishes the clocks of v6e and v7x: these two are assumptions.
     """
-    cores = device.cores_per_chip if device.megacore else 1
-    operations = 2 * device.mxu_size**2 * device.mxu_count * cores
+    operations = 2 * device.mxu_size**2 * device.mxu_count * device.cores
     if not operations:
         return 0.0
     return device.peak("bf16") / operations / (2 if device.mxu_size == 256 else 1)

@@ -80,6 +80,11 @@ def mesh_device() -> Any | None:
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
+def has_mesh() -> bool:
+    """Whether a trace runs under a mesh."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def traced_for(kind: str, platform: str, cores: int) -> contextlib.AbstractContextManager[Any]:
     """A scope in which kernels are traced for a device that is not there.
 

@@ -84,6 +84,11 @@ class Device:
         """JAX devices of one chip: 2 on a TPU of two cores that are not one device, else 1."""
         return 1 if self.megacore else max(1, self.cores_per_chip)
 
+    @property
+    def cores(self) -> int:
+        """TensorCores of one JAX device; 1 where there are none to count."""
+        return self.cores_per_chip if self.megacore else 1
+
     def peak(self, dtype: Any) -> float:
         """Dense peak rate in operations a second for operands of a dtype; 0.0 if unknown.
 
@@ -272,8 +277,7 @@ def device(name: str) -> Device:
 def from_jax(device: Any) -> Device:
     """The facts of a `jax.Device`, or of a mesh's abstract device.
 
-    A kind that is not declared is described by what JAX tells of it, and, on CUDA, by what its compute
-    capability fixes.
+    One that is not declared is described by what JAX tells of it, and, on CUDA, by its compute capability.
     """
     kind = str(device.device_kind)
     if kind in _BY_KIND:
@@ -283,14 +287,11 @@ def from_jax(device: Any) -> Device:
         return _BY_NAME["cpu"]
     capability = _capability(getattr(device, "compute_capability", None)) if platform == "cuda" else None
     return Device(
-        name=_slug(kind) or platform,
-        platform=platform,
-        kind=kind,
-        compute_capability=capability,
+        _slug(kind) or platform, platform, kind, capability,
         sm_count=int(getattr(device, "core_count", None) or 0) if platform in ("cuda", "rocm") else 0,
         smem_per_block=_SMEM_PER_BLOCK.get(capability, 0) if capability else 0,
         sources=("sm_count, compute_capability: the JAX device", _GUIDE),
-    )
+    )  # fmt: skip
 
 
 def _capability(text: Any) -> tuple[int, int] | None:

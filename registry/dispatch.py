@@ -21,7 +21,7 @@ from opmux.core.implementation import load_target
 from opmux.core.op import Op
 from opmux.core.request import ArraySpec, Operands, Outputs, Request
 from opmux.core.simulation import Simulate, SimulatorOptions
-from opmux.registry import notices
+from opmux.registry import notices, placement
 from opmux.registry.batching import batchable
 from opmux.registry.candidates import Choice
 from opmux.registry.derivative import NoForwardMode, Run, differentiable
@@ -86,23 +86,24 @@ def execute(
     # Of several platforms one will run; what is said is said of the one that most likely does.
     notices.report(first[1], first[0])
 
-    forward = _by_platform(op, plans, lambda found: _forward_kernel(op, found, policy.simulator), staged)
+    options = policy.simulator
+    forward = _by_platform(op, plans, lambda device, found: _forward_kernel(op, device, found, options), staged)
     if all(found.forward_mode for found in plans.values()):
         return forward(request, operands)
-    backward = _by_platform(op.vjp, plans, lambda found: _backward_kernel(op, found, policy.simulator), staged)
+    backward = _by_platform(op.vjp, plans, lambda device, found: _backward_kernel(op, device, found, options), staged)
     message = NoForwardMode(op.name, _choice(viable[0]), policy.disabled)
     return differentiable(op, forward, backward, message)(request, operands)
 
 
-def _forward_kernel(op: Op, found: Plan, options: SimulatorOptions) -> Kernel:
-    return _runner(op, found.forward, options) if found.forward is not None else _error(found)
+def _forward_kernel(op: Op, device: Device, found: Plan, options: SimulatorOptions) -> Kernel:
+    return _runner(op, device, found.forward, options) if found.forward is not None else _error(found)
 
 
-def _backward_kernel(op: Op, found: Plan, options: SimulatorOptions) -> Kernel:
+def _backward_kernel(op: Op, device: Device, found: Plan, options: SimulatorOptions) -> Kernel:
     if found.forward is None or found.backward_error is not None:
         return _error(found)
     if found.backward is not None:
-        return _runner(op.vjp, found.backward, options)
+        return _runner(op.vjp, device, found.backward, options)
 
     def reference(request: Request, operands: Operands) -> Outputs:
         with jax.named_scope(f"opmux.{op.vjp.name}[{REFERENCE}]"):
@@ -117,7 +118,7 @@ def _error(found: Plan) -> OpmuxError:
     return error
 
 
-def _runner(op: Op, choice: Choice, options: SimulatorOptions) -> Run:
+def _runner(op: Op, device: Device, choice: Choice, options: SimulatorOptions) -> Run:
     implementation = choice.implementation
 
     def compute(request: Request, operands: Operands) -> Outputs:
@@ -129,7 +130,8 @@ def _runner(op: Op, choice: Choice, options: SimulatorOptions) -> Run:
                 simulate: Simulate = load_target(choice.simulator)
                 outputs = simulate(kernel, request, operands, choice.config_for(request), options)
             else:
-                outputs = kernel(request, operands, choice.config_for(request))
+                with placement.traced_for(device):
+                    outputs = kernel(request, operands, choice.config_for(request))
         _check_outputs(op, implementation.backend, request, outputs)
         return {wanted: outputs[wanted] for wanted in request.wanted}
 
@@ -154,13 +156,15 @@ def _check_outputs(op: Op, backend: str, request: Request, outputs: Any) -> None
             raise PluginError(f"{who} returned {name!r} as {found}; the op says {specs[name]}")
 
 
-def _by_platform(op: Op, plans: Mapping[Device, Plan], kernel_of: Callable[[Plan], Kernel], staged: bool) -> Run:
+def _by_platform(
+    op: Op, plans: Mapping[Device, Plan], kernel_of: Callable[[Device, Plan], Kernel], staged: bool
+) -> Run:
     """One function for every device: a branch for each platform where the kernels differ."""
-    by_platform: dict[str, Plan] = {}
+    by_platform: dict[str, tuple[Device, Plan]] = {}
     for device, found in plans.items():
-        by_platform.setdefault(device.platform, found)
-    kernels = {platform: kernel_of(found) for platform, found in by_platform.items()}
-    if not staged or len({_identity(found) for found in by_platform.values()}) == 1:
+        by_platform.setdefault(device.platform, (device, found))
+    kernels = {platform: kernel_of(device, found) for platform, (device, found) in by_platform.items()}
+    if not staged or len({_identity(found) for _, found in by_platform.values()}) == 1:
         only = next(iter(kernels.values()))
         return _raising(only) if isinstance(only, OpmuxError) else only
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -67,3 +68,14 @@ def of_trace() -> tuple[Device, ...]:
     """
     kind = compat.mesh_device()
     return (devices.from_jax(kind),) if kind is not None else present()
+
+
+def traced_for(device: Device) -> AbstractContextManager[Any]:
+    """A scope in which a kernel is traced for a device that is not in this process; of no effect for those that are.
+
+    Without it, Pallas would take a device that is in the process for the one that the kernel is meant for. A mesh
+    that the user has set says itself what it is for.
+    """
+    if compat.has_mesh() or device.platform in {each.platform for each in present()}:
+        return nullcontext()
+    return compat.traced_for(device.kind, device.platform, device.cores)

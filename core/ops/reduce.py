@@ -93,17 +93,24 @@ def canonicalize(
     return Call(make_request("reduce", operands, ReduceParams(known, acc, out_dtype), ("out",)), operands, finish)
 
 
+_LANES = 128
+
+
 def _alternating(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with runs of neighbouring axes merged, so that kept and reduced axes take turns.
 
-    The first and the last axis are kept ones. Axes of length 1 have no place in memory and part no run.
+    The first and the last axis are kept ones. Axes of length 1 have no place in memory and part no run. A long last
+    axis that is reduced joins no run: a TPU, whose registers lie along it, would have to move every element first.
     """
     sizes = [1]
+    last = max((number for number, size in enumerate(shape) if size != 1), default=-1)
     for number, size in enumerate(shape):
         if size != 1:
             at_reduced = len(sizes) % 2 == 0
             if at_reduced != (number in axes):
                 sizes.append(1)
+            elif at_reduced and number == last and size >= _LANES:
+                sizes += [1, 1]
             sizes[-1] *= size
     sizes += [1, 1] if len(sizes) == 1 else [1] * (len(sizes) % 2 == 0)
     return tuple(sizes)

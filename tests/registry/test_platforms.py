@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from opmux import registry
 from opmux.core.errors import ForcedBackendError, MixedDeviceError, NoViableImplementationError, SettingError
+from opmux.core.implementation import Implementation
 
 CUDA, TPU, CPU = {"platforms": ("cuda",)}, {"platforms": ("tpu",)}, {"platforms": ("cpu",)}
 
@@ -236,3 +238,22 @@ assert not xla_bridge._backends
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["h200", "cuda", "tpu-v6e", "tpu", "cpu", "cpu"]
+
+
+def tpu_remainders(request, operands, config):
+    """A kernel with index arithmetic that Pallas lowers for one kind of TPU."""
+    x = operands["x"]
+    block = pl.BlockSpec((8, 128), lambda i: (i % 3, 0))
+    return {"out": pl.pallas_call(lambda x_ref, out_ref: None, jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(3,),
+                                  in_specs=[block], out_specs=block)(x)}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap, jax.value_and_grad], ids=["plain", "vmap", "grad"])
+def test_a_kernel_is_traced_for_the_absent_device_it_is_lowered_for(transform):
+    implementation = Implementation("add", kernel=tpu_remainders, priority={"tpu": 99})
+    registry.register(fakes.plugin("remainders", implementation, **TPU))
+    x = jax.ShapeDtypeStruct((2, 24, 128) if transform is jax.vmap else (24, 128), "float32")
+    run = transform(lambda x: registry.get("add")(x, x).sum())
+    with registry.use(device="tpu-v6e"):
+        text = jax.jit(run).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text
