@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from opmux.core.cases import attention_case, chunk_fwd_h
 from opmux.core.cases.add import BF16, F32, random_array
 from opmux.core.cases.case import Case
 from opmux.core.config import Config
@@ -56,6 +57,13 @@ def _add(name: str, x: tuple[int, ...], y: tuple[int, ...], dtype: Any = F32) ->
     return Case(name, build)
 
 
+def _matmul(name: str, a: tuple[int, ...], b: tuple[int, ...], dtype: Any = F32, **options: Any) -> Case:
+    def build(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (random_array(rng, a, dtype), random_array(rng, b, dtype)), options
+
+    return Case(name, build)
+
+
 def _reduce(name: str, x: tuple[int, ...], dtype: Any = F32, **options: Any) -> Case:
     def build(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (random_array(rng, x, dtype),), options
@@ -74,4 +82,24 @@ _CASES: dict[str, tuple[Case, ...]] = {
         _reduce("blocks_middle", (3, 261, 264), BF16, axis=1, kind="mean"),
         _reduce("blocks_short", (35, 9, 264), axis=1, kind="max"),
     ),
-}
+    "matmul": (
+        _matmul("blocks_16_bits", (264, 264), (264, 264), BF16),
+        _matmul("blocks_exact", (2, 40, 264), (264, 264), precision="highest"),
+    ),
+    "attention": (
+        attention_case.make_case(
+            "blocks_16_bits", dtype=BF16, B=1, T=264, S=280, N=2, K=1, H=64, is_causal=True,
+            causal_alignment="bottom_right", return_residual=True,
+        ),
+        attention_case.make_case(
+            "blocks_lengths", dtype=BF16, B=2, T=264, S=264, N=1, K=1, H=64,
+            key_value_seq_lengths=[200, 264],
+        ),
+    ),
+    "chunk_fwd_h": (
+        chunk_fwd_h.make_case("blocks_16_bits", ("gk",), B=1, T=137, H=1, K=136, V=136, h0=True, dtype=BF16,
+                              chunk_size=32, raw=False),
+        chunk_fwd_h.make_case("blocks_ragged", ("g",), H=2, K=64, V=64, h0=True, dtype=BF16, chunk_size=32,
+                              cu_seqlens=[0, 70, 70, 71, 201]),
+    ),
+}  # fmt: skip
