@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opmux.core.implementation import BackendInfo, Implementation
-from opmux.plugins.mosaic_tpu import dense_config
+from opmux.plugins.mosaic_tpu import attention_config, chunk_fwd_h_config, dense_config
 from opmux.registry import hookimpl
 
 _FIRST_ON_TPU = {"tpu": 20}
@@ -41,5 +41,37 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=dense_config.supports_reduce,
         config=dense_config.ReduceConfig,
         default_config=dense_config.default_reduce_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="chunk_fwd_h",
+        kernel="opmux.plugins.mosaic_tpu.chunk_fwd_h:chunk_fwd_h",
+        supports=chunk_fwd_h_config.supports,
+        config=chunk_fwd_h_config.ChunkFwdHConfig,
+        default_config=chunk_fwd_h_config.default_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="chunk_fwd_h_vjp",
+        kernel="opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp:chunk_fwd_h_vjp",
+        supports=chunk_fwd_h_config.supports_vjp,
+        config=chunk_fwd_h_config.ChunkFwdHVjpConfig,
+        default_config=chunk_fwd_h_config.default_vjp_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="attention",
+        kernel="opmux.plugins.mosaic_tpu.attention:attention",
+        supports=attention_config.supports,
+        config=attention_config.AttentionConfig,
+        default_config=attention_config.default_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="attention_vjp",
+        kernel="opmux.plugins.mosaic_tpu.attention_vjp:attention_vjp",
+        supports=attention_config.supports,
+        config=attention_config.AttentionVjpConfig,
+        default_config=attention_config.default_vjp_config,
         priority=_FIRST_ON_TPU,
     )
