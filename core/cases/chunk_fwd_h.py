@@ -87,14 +87,14 @@ def chunk_local_cumsum(gate: np.ndarray, chunk_size: int, cu_seqlens: Sequence[i
 
 
 def _gates() -> Iterator[Case]:
-    yield make_case("no_gates", transforms=True)
+    yield make_case("no_gates")
     for gate in ("g", "gk", "gv"):
         yield make_case(f"{gate}_raw", (gate,), h0=True)
         yield make_case(f"{gate}_cumulative", (gate,), h0=True, raw=False)
     yield make_case("g_gamma", ("g_gamma",), h0=True)
     yield make_case("g_and_g_gamma", ("g", "g_gamma"), source="fla: one decay overwrote the other")
     yield make_case("all_raw", ("g", "g_gamma", "gk", "gv"), h0=True, transforms=True)
-    yield make_case("all_cumulative", ("g", "g_gamma", "gk", "gv"), h0=True, raw=False, transforms=True)
+    yield make_case("all_cumulative", ("g", "g_gamma", "gk", "gv"), h0=True, raw=False)
     yield make_case("growth", ("g",), lambda a: a.update(g=-a["g"]), raw=False)
 
 
