@@ -6,10 +6,12 @@ Ratios within one run are the figures to quote; times are of this machine.
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,8 @@ def _seconds(value: float) -> str:
 def save(path: str | Path, timings: Iterable[Timing]) -> None:
     """Writes the timings as JSON, with what they were measured on."""
     facts = {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "timings": [asdict(row) for row in timings],
