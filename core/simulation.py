@@ -62,11 +62,13 @@ class Simulator:
       scope: Pallas kernels that are traced inside of this context are simulated.
       reset: clears what a kernel that failed has left behind.
       races: a context that gives a function: whether any kernel run inside had a race that was only recorded.
+      wide: whether it runs programs that are traced with 64 bits enabled.
     """
 
     scope: Callable[[SimulatorOptions], AbstractContextManager[None]]
     reset: Callable[[], None]
     races: Callable[[], AbstractContextManager[Callable[[], bool]]]
+    wide: bool = True
 
     def __call__(
         self, kernel: Any, request: Request, operands: Operands, config: Config, options: SimulatorOptions
@@ -88,7 +90,8 @@ class Simulator:
         """
         key: Any = (self, kernel, request, config, options)
         program = _program(*key)
-        wide = jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8  # of this thread; the host has threads of its own
+        # Of this thread; the host has threads of its own.
+        wide = self.wide and jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8
         specs = jax.eval_shape(program, request.structs())
         if not any(spec.size for spec in specs.values()):
             return program(dict(operands))

@@ -131,13 +131,12 @@ def _multiply(
         _addressable(a, a_tile[::-1] if transposed[0] else a_tile),
         _addressable(b, b_tile[::-1] if transposed[1] else b_tile),
     )
-    # TMA stores rows that are no whole number of lines from shared memory that is not swizzled.
-    columns = N + -N % (16 // dtype.itemsize)
-    out_shape = padded_for_simulator((extent(batch), M, columns), (1, tiles.tile_m, tiles.tile_n))
+    rows, columns = M + (-M % 8 if M > 8 else 0), N + -N % (16 // dtype.itemsize)
+    out_shape = padded_for_simulator((extent(batch), rows, columns), (1, tiles.tile_m, tiles.tile_n))
     product = Product(
         tiles=tiles, terms=kind.terms, summed=summed, length=K, tile_k=tile_k,
         batches=(a.shape[1], b.shape[1]), transposed=transposed, num_stages=config.num_stages,
-        num_ctas=config.num_ctas, swizzled=tiled_shape(M, columns, dtype.itemsize) == (M, columns),
+        num_ctas=config.num_ctas, swizzled=tiled_shape(rows, columns, dtype.itemsize) == (rows, columns),
     )  # fmt: skip
     out = multiply(*given, jax.ShapeDtypeStruct(out_shape, dtype), product)
     return out[:, :M, :N]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -57,7 +58,7 @@ class Product:
       transposed: whether `a` is [G, K, M], and `b` [G, N, K].
       num_stages: steps that can be on their way.
       num_ctas: most blocks that run.
-      swizzled: whether TMA can cut the output into swizzled tiles.
+      swizzled: whether rows of the output are whole swizzled lines, or shorter than one.
     """
 
     tiles: Tiles
@@ -105,7 +106,8 @@ def multiply(a: jax.Array, b: jax.Array, out: jax.ShapeDtypeStruct, product: Pro
 
     Args:
       a, b: [terms * G, rows, columns] of one dtype; what lies past the end of one of them counts as zero.
-      out: [G, M, N], of the sums' dtype, or a float of 16 bits for sums in float32.
+      out: [G, M, N], of the sums' dtype, or a float of 16 bits for sums in float32; rows are a multiple of 16 bytes,
+        and M one of eight, or less than that.
       product: how.
     """
     tiles, stages = product.tiles, product.num_stages
@@ -125,7 +127,7 @@ def multiply(a: jax.Array, b: jax.Array, out: jax.ShapeDtypeStruct, product: Pro
         scratch=(
             swizzled((stages, *a_tile), a.dtype),
             swizzled((stages, *b_tile), b.dtype),
-            swizzled(slots, out.dtype) if product.swizzled else plgpu.SMEM(slots, out.dtype),
+            swizzled(slots, out.dtype) if product.swizzled else _core_matrices(slots, out.dtype),
             barriers(stages, 2),
             empty,
         ),
@@ -136,6 +138,11 @@ def _tile(size: int, product: Product, side: int) -> tuple[int, int]:
     """Shape of a tile of an operand, [size, tile_k] unless it is transposed."""
     shape = (size, product.tile_k)
     return shape[::-1] if product.transposed[side] else shape
+
+
+def _core_matrices(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in tiles of eight rows of 16 bytes, which any row that TMA can address is a whole number of."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 16 // np.dtype(dtype).itemsize)),))
 
 
 def _kernel(

@@ -14,5 +14,6 @@ def _scope(options: SimulatorOptions) -> contextlib.AbstractContextManager[None]
     )
 
 
-simulate = Simulator(scope=_scope, reset=compat.reset_gpu_simulator, races=compat.gpu_races)
+# With 64 bits enabled the simulator takes the 32-bit start of a loop inside of a condition for one of 64.
+simulate = Simulator(scope=_scope, reset=compat.reset_gpu_simulator, races=compat.gpu_races, wide=False)
 """The simulator: warpgroups, shared memory, barriers and TMA; `docs/gpu.md` has what it does not see."""
