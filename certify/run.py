@@ -16,7 +16,7 @@ from opmux.certify import cache, compiling, simulate, targets
 from opmux.certify.baseline import COMMITTED, Baseline
 from opmux.certify.job import CompileJob, Workload
 from opmux.certify.results import CompileResult, Report, SimulateResult
-from opmux.certify.workloads import Level, workloads
+from opmux.certify.workloads import Level, unestimated, workloads
 from opmux.core.devices import device
 from opmux.core.errors import SettingError, UnknownBackendError, UnknownDeviceError, UnknownOpError
 from opmux.core.op import Op
@@ -50,8 +50,10 @@ def certify(
     Args:
       backends: names of backends; by default those that have a simulator.
       ops: names of ops; all that a backend implements by default. Backwards are certified with their ops.
-      targets: names of devices to compile for; by default every known one that a backend is for.
-      level: `quick` takes a few cases and workloads of each op, `full` all of them.
+      targets: names of devices to compile for; by default every known one that a backend is for, at level `quick`
+        without those whose code is that of another.
+      level: `quick` takes a few cases and workloads of each op, and estimates the cycles of one target; `full` takes
+        and estimates all.
       parts: `simulate`, `compile`, or both.
       baseline: file of figures to compare with.
       update_baseline: write what is found to that file, in place of comparing.
@@ -201,6 +203,8 @@ def _programs(
 ) -> tuple[list[CompileJob], list[str]]:
     """What is to be compiled, and what cannot be."""
     known, names = registry.backends(), _target_names(wanted)
+    if wanted is None and level == "quick":
+        names = [name for name in names if targets.target(name).quick]
     jobs: list[CompileJob] = []
     for implementation in registry.implementations():
         op = implementation.op.removesuffix("_vjp")
@@ -209,10 +213,10 @@ def _programs(
         platforms = known[implementation.backend].platforms
         jobs += [
             CompileJob(
-                backend=implementation.backend, op=implementation.op, workload=workload, target=name,
-                dump=str(dump or ""),
+                backend=implementation.backend, op=implementation.op, target=name, dump=str(dump or ""),
+                workload=workload if targets.target(name).estimated or level == "full" else unestimated(workload),
             )
-            for workload in workloads(registry.ops()[op], level)
+            for workload in workloads(registry.ops()[op], level, backward=op != implementation.op)
             for name in names
             if not platforms or targets.target(name).platform in platforms
         ]  # fmt: skip

@@ -15,10 +15,14 @@ class Target:
     Attributes:
       name: opmux's name for the device.
       topology: what JAX's topology description calls it.
+      quick: compiled for at level `quick`, unless targets are named. A device whose code is that of another is not.
+      estimated: its cycles are estimated at level `quick`, which takes longer than to compile.
     """
 
     name: str
     topology: str
+    quick: bool = True
+    estimated: bool = False
 
     @property
     def device(self) -> Device:
@@ -37,9 +41,9 @@ TARGETS = {
         Target("tpu-v4", "v4:2x2x1"),
         Target("tpu-v5e", "v5e:2x2"),
         Target("tpu-v5p", "v5p:2x2x1"),
-        Target("tpu-v6e", "v6e:2x2"),
+        Target("tpu-v6e", "v6e:2x2", estimated=True),
         Target("tpu-v7x", "tpu7x:2x2x1"),
-        Target("h100", "NVIDIA H100 80GB HBM3"),
+        Target("h100", "NVIDIA H100 80GB HBM3", quick=False),
         Target("h200", "NVIDIA H200"),
         Target("b200", "NVIDIA B200"),
     )

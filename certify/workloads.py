@@ -21,16 +21,23 @@ FROM_CASES = 3
 """Cases that stand in at level `quick` for an op that brings no workloads."""
 
 
-def workloads(op: Op, level: Level) -> tuple[Workload, ...]:
-    """The workloads of an op, which are those of its backward too.
+def workloads(op: Op, level: Level, *, backward: bool = False) -> tuple[Workload, ...]:
+    """The workloads of an op, which are those of its backward too, of which level `quick` takes the first.
 
     An op of a plugin gives its own with `add`; without, its test cases serve.
     """
-    if op.name not in _WORKLOADS:
-        found = (_of_case(op, case) for case in op.cases())
-        return tuple(islice(found, FROM_CASES) if level == "quick" else found)
-    quick, rest = _WORKLOADS[op.name]
-    return quick if level == "quick" else (*quick, *rest)
+    if op.name in _WORKLOADS:
+        quick, rest = _WORKLOADS[op.name]
+        found = quick if level == "quick" else (*quick, *rest)
+    else:
+        cases = (_of_case(op, case) for case in op.cases())
+        found = tuple(islice(cases, FROM_CASES) if level == "quick" else cases)
+    return found[:1] if backward and level == "quick" else found
+
+
+def unestimated(workload: Workload) -> Workload:
+    """The workload without the compiler's estimate of cycles."""
+    return workload.model_copy(update={"estimate": False})
 
 
 def add(op: str, quick: Iterable[Workload], full: Iterable[Workload] = ()) -> None:
