@@ -103,7 +103,7 @@ def tracing() -> dict[str, float]:
             "opmux": fresh(lambda q, k, v: handle(q, k, v)),
         },
         calls=1,
-        rounds=12,
+        rounds=40,
     )
 
 
