@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opmux.core.implementation import BackendInfo, Implementation
-from opmux.plugins.mosaic_gpu import add_config, matmul_config, reduce_config
+from opmux.plugins.mosaic_gpu import add_config, attention_config, matmul_config, reduce_config
 from opmux.registry import hookimpl
 
 _FIRST_ON_CUDA = {"cuda": 20}
@@ -33,6 +33,22 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=add_config.supports,
         config=add_config.AddConfig,
         default_config=add_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="attention",
+        kernel="opmux.plugins.mosaic_gpu.attention:attention",
+        supports=attention_config.supports,
+        config=attention_config.AttentionConfig,
+        default_config=attention_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="attention_vjp",
+        kernel="opmux.plugins.mosaic_gpu.attention_vjp:attention_vjp",
+        supports=attention_config.supports,
+        config=attention_config.AttentionVjpConfig,
+        default_config=attention_config.default_vjp_config,
         priority=_FIRST_ON_CUDA,
     )
     yield Implementation(
