@@ -24,9 +24,17 @@ class Checker:
 
     def array(self, argument: str, value: Any) -> jax.Array:
         """An array, or a scalar that JAX takes for one."""
-        if isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise self.error(argument, f"a {type(value).__name__}", "a JAX or NumPy array", type_=True)
+        try:
             return jnp.asarray(value)
-        raise self.error(argument, f"a {type(value).__name__}", "a JAX or NumPy array", type_=True)
+        except OverflowError:
+            raise self.error(
+                argument, f"the integer {value}", "one of at most 32 bits, or 64 under jax_enable_x64"
+            ) from None
+        except (TypeError, ValueError):
+            given = f"dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else repr(value)
+            raise self.error(argument, given, "a numeric or boolean dtype", type_=True) from None
 
     def floating(self, argument: str, value: Any) -> jax.Array:
         """An array of a floating dtype."""

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from opmux.core import compat
+from opmux.core.check import Checker
 from opmux.core.config import Config, NoConfig
-from opmux.core.errors import ArgumentTypeError, near_matches
+from opmux.core.errors import ArgumentTypeError, OpmuxError, near_matches
 from opmux.core.request import ArraySpec, Operands, Outputs, Request
 
 
@@ -145,8 +146,20 @@ class Op:
         def record(arrays: dict[str, Any]) -> None:
             found.append(self.canonicalize(**arrays, **rest).request)
 
-        jax.eval_shape(record, arrays)
+        try:
+            jax.eval_shape(record, arrays)
+        except OpmuxError:
+            raise
+        except (OverflowError, TypeError, ValueError):
+            self.check_arrays(arrays)
+            raise
         return found[0]
+
+    def check_arrays(self, arguments: Mapping[str, Any]) -> None:
+        """Raises an `ArgumentError` that names the first array argument whose value no array holds, if there is one."""
+        for name, value in arguments.items():
+            if name not in self.static and not isinstance(value, tuple | type(None) | jax.ShapeDtypeStruct):
+                Checker(self.name).array(name, value)
 
     @cached_property
     def vjp(self) -> Op:

@@ -72,7 +72,7 @@ class OpHandle:
                 return jitted.positional(*args)
             with _entered(wanted, args):
                 return jitted.positional(*args)
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             self._blame_arguments(error, args, kwargs)
 
     def _call_bound(self, wanted: policy.Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -81,7 +81,7 @@ class OpHandle:
         try:
             with _entered(wanted, arrays.values()):
                 return jitted.bound(arrays, statics)
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             self._blame_arguments(error, args, kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Decision:
@@ -170,15 +170,8 @@ class OpHandle:
     def _blame_arguments(self, error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
         """Raises an `ArgumentError` if the arguments are at fault, else the error itself."""
         if not isinstance(error, OpmuxError):
-            for name, value in self.op.bind(args, kwargs).arguments.items():
-                if name not in self.op.static and not isinstance(value, _ARRAYS):
-                    raise ArgumentTypeError(
-                        self._name, name, f"a {type(value).__name__}", "a JAX or NumPy array"
-                    ) from error
+            self.op.check_arrays(self.op.bind(args, kwargs).arguments)
         raise error
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, tuple, type(None))
 
 
 class _Jitted:

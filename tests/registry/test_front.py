@@ -3,9 +3,11 @@
 import copy
 import inspect
 import pickle
+import re
 
 import fakes
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from opmux import registry
@@ -133,3 +135,19 @@ def test_every_error_is_of_one_family():
         if inspect.isclass(found) and issubclass(found, Exception) and not issubclass(found, Warning):
             assert issubclass(found, OpmuxError), name
             assert not issubclass(found, NotImplementedError | ImportError), name
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (np.array([object()]), "argument 'y': got dtype object; allowed: a numeric or boolean dtype"),
+        (np.array(["text"]), "argument 'y': got dtype <U4"),
+        (2**70, "argument 'y': got the integer 1180591620717411303424; allowed: one of at most 32 bits"),
+    ],
+    ids=["objects", "texts", "huge"],
+)
+def test_values_that_no_array_holds_are_refused_by_name(bad, words):
+    add = registry.get("add")
+    for call in (add, lambda x, y: add(x, y=y), add.explain):
+        with pytest.raises(ArgumentError, match=re.escape(words)):
+            call(jnp.ones(()), bad)
