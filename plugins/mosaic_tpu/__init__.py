@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opmux.core.implementation import BackendInfo, Implementation
-from opmux.plugins.mosaic_tpu import attention_config, chunk_fwd_h_config, dense_config
+from opmux.plugins.mosaic_tpu import attention_config, chunk_fwd_h_config, dense_config, matmul_config
 from opmux.registry import hookimpl
 
 _FIRST_ON_TPU = {"tpu": 20}
@@ -73,5 +73,21 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=attention_config.supports,
         config=attention_config.AttentionVjpConfig,
         default_config=attention_config.default_vjp_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="matmul",
+        kernel="opmux.plugins.mosaic_tpu.matmul:matmul",
+        supports=matmul_config.supports_matmul,
+        config=matmul_config.MatmulConfig,
+        default_config=matmul_config.default_matmul_config,
+        priority=_FIRST_ON_TPU,
+    )
+    yield Implementation(
+        op="matmul_vjp",
+        kernel="opmux.plugins.mosaic_tpu.matmul_vjp:matmul_vjp",
+        supports=matmul_config.supports_matmul_vjp,
+        config=matmul_config.MatmulVjpConfig,
+        default_config=matmul_config.default_matmul_vjp_config,
         priority=_FIRST_ON_TPU,
     )
