@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from opmux.core.ops.attention_mask import diagonal
 from opmux.core.request import Operands, Request
 from opmux.plugins.mosaic_gpu.attention_blocks import Bounds, Problem, Scalar, rows_of
+from opmux.plugins.mosaic_gpu.pallas import load_tile
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ class View:
         windows = [(row, self.query_axis)] if T > 1 or S == 1 else []
         windows += [(column, 1 - self.query_axis)] if S > 1 else []
         windows.sort(key=lambda window: window[1])
-        found = self.refs[name][(*at, *(pl.ds(start, shape[axis]) for start, axis in windows))].astype(jnp.float32)
-        return found if len(windows) == 2 else rows_of(found, shape, windows[0][1])
+        window = (*at, *(pl.ds(start, shape[axis]) for start, axis in windows))
+        if len(windows) == 2:
+            return load_tile(self.refs[name], window).astype(jnp.float32)
+        return rows_of(self.refs[name][window], shape, windows[0][1])
 
 
 def masks(
@@ -128,10 +131,12 @@ def masks(
     if problem.segments:
         for name, size in (("q_segments", queries), ("kv_segments", keys)):
             arrays[name] = _pad(operands[name], 1, size)
-    for name, dtype in (("bias", None), ("mask", jnp.bfloat16)):
+    for name in ("bias", "mask"):
         if name in operands:
             array = operands[name]
-            array = array.astype(dtype or (jnp.float32 if array.dtype.itemsize > 4 else array.dtype))
+            narrow = jnp.dtype(jnp.bfloat16) if name == "mask" else array.dtype
+            whole = array.shape[2] > 1 and array.shape[3] > 1
+            array = array.astype(narrow if whole and narrow.itemsize < 4 else jnp.float32)
             arrays[name] = _scores(array, problem, queries, keys, query_axis)
     return arrays
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -105,6 +106,19 @@ def drain(empty: Any, num_copies: Any, num_stages: int) -> None:
         num_copies,
         lambda copy: plgpu.barrier_wait(empty.at[lax.rem(copy, num_stages)]),
     )
+
+
+def load_tile(ref: Any, at: tuple[Any, ...]) -> jax.Array:
+    """A tile of device memory in registers, in whatever layout its use asks for.
+
+    For elements of 16 bits laid out as those of a product, the lanes that share a line read half a sector at a time;
+    the other half is in the cache by then, but the compiler wants to be told.
+    """
+    if compat.in_gpu_simulator():
+        return ref[at]
+    if "idx" in inspect.signature(plgpu.load).parameters:
+        return plgpu.load(ref, at, optimized=False)
+    return plgpu.load(ref.at[at], optimized=False)
 
 
 def wide(array: jax.Array, itemsize: int = 0) -> jax.Array:
