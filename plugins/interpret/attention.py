@@ -26,7 +26,6 @@ from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, grid_start,
 from opmux.plugins.interpret.attention_config import AttentionConfig
 from opmux.plugins.interpret.attention_view import View
 
-
 # Scores of a block up to which two products cost less than to choose between one and two.
 _TWO_PRODUCTS = 2**11
 

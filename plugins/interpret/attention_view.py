@@ -47,6 +47,11 @@ class View:
         block = self.refs[name][*self.heads, :, pl.ds(self.t, self.blocks.q)]
         return block.reshape(-1, self.rows, *block.shape[4:])
 
+    def queries_t(self, name: str) -> jax.Array:
+        """The block's rows of an array of transposed queries: [batch heads, channels, rows]."""
+        block = self.refs[name][*self.heads, :, :, pl.ds(self.t, self.blocks.q)]
+        return block.reshape(-1, block.shape[2], self.rows)
+
     def keys(self, name: str, s: Scalar) -> jax.Array:
         """The block of keys from `s` on of an array of keys or values: [batch heads, kv, channels]."""
         block = self.refs[name][*self.heads, pl.ds(s, self.blocks.kv)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from opmux.core.ops.attention import AttentionParams
@@ -85,11 +86,17 @@ def _saved(blocks: Blocks, operands: Operands) -> dict[str, jax.Array]:
         array = operands[name].astype(dtype)
         return with_channels(jnp.where(jnp.isfinite(array), array, 0))
 
+    query, d_out = blocks.rows(load("query") * blocks.request.params.scale), blocks.rows(with_channels(d_out))
+    # Left operands of products that contract rows. XLA would fold the transpose back into these products, which then
+    # take twice as long.
+    query_t, d_out_t = lax.optimization_barrier((jnp.moveaxis(query, 4, 2), jnp.moveaxis(d_out, 4, 2)))
     return {
-        "query": blocks.rows(load("query") * blocks.request.params.scale),
+        "query": query,
         "key": blocks.keys(load("key")),
         "value": blocks.keys(load("value")),
-        "d_out": blocks.rows(with_channels(d_out)),
+        "d_out": d_out,
+        "query_t": query_t,
+        "d_out_t": d_out_t,
         "lse": blocks.rows(jnp.where(empty, jnp.inf, lse), fill=jnp.inf),
         "delta": blocks.rows(delta),
     }
@@ -111,7 +118,7 @@ def _kernel(blocks: Blocks, refs: dict[str, Any], outs: dict[str, Any]) -> None:
     def rows(i: Scalar, carry: Any) -> Any:
         view = View(blocks, refs, b, h, i * blocks.q)
         query, d_out, lse, delta = (view.queries(name) for name in ("query", "d_out", "lse", "delta"))
-        query_t, d_out_t = jnp.swapaxes(query, 1, 2), jnp.swapaxes(d_out, 1, 2)
+        query_t, d_out_t = view.queries_t("query_t"), view.queries_t("d_out_t")
 
         def step(s: Scalar, masked: bool, d_query: jax.Array | None) -> Any:
             key, value = view.keys("key", s), view.keys("value", s)
