@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
@@ -114,18 +115,45 @@ def vary_like(array: jax.Array, others: Iterable[Any]) -> jax.Array:
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
 
 
+_SIMULATION_THREADS = "32"
+
+
 @cache
 def _simulation_client() -> Any:
-    return xla_client.make_cpu_client(asynchronous=False, num_devices=1)
+    # Simulated threads wait for one another in callbacks, and may hold every thread of XLA's pool, which is as large
+    # as the machine has cores. The one that they wait for needs another if XLA runs parts of it side by side.
+    given = os.environ.setdefault("PJRT_NPROC", _SIMULATION_THREADS)
+    try:
+        return xla_client.make_cpu_client(asynchronous=False, num_devices=1)
+    finally:
+        if given is _SIMULATION_THREADS:
+            del os.environ["PJRT_NPROC"]
 
 
-def simulation_device() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def simulation_device() -> Generator[None]:
     """A scope in which programs run on a CPU client of their own, in the thread that calls them.
 
     A host callback that ran a program on JAX's own CPU client could wait for ever: for a thread of a pool that is
-    full of programs in callbacks, or for the end of the very program that called it.
+    full of programs in callbacks, or for the end of the very program that called it. For one thread at a time, as
+    the simulators themselves are: the threads that they start are sent to the client as well.
     """
-    return jax.default_device(_simulation_client().devices()[0])
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    device = _simulation_client().devices()[0]
+    original = thread_map._run_jaxpr
+
+    def run(*args: Any) -> None:
+        with jax.default_device(device):
+            original(*args)
+            jax.effects_barrier()  # the program may have gone on in the pool; the simulator counts on its end
+
+    thread_map._run_jaxpr = run
+    try:
+        with jax.default_device(device):
+            yield
+    finally:
+        thread_map._run_jaxpr = original
 
 
 def tpu_simulator(
