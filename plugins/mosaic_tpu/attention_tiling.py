@@ -116,7 +116,7 @@ class Tiling:
         return Bounds(self.T, self.S, (whole - self.T if self.params.bottom_right else 0) - self.first_key)
 
     def seen(self, i: Scalar, bounds: Bounds) -> tuple[Scalar, Scalar]:
-        """Blocks of keys, from the first to before the last, outside of which no row of query block `i` sees any."""
+        """The first key that any row of query block `i` sees, and the one after the last; there may be none."""
         start = i * self.q
         low: Scalar = 0
         high = bounds.kv
@@ -127,13 +127,15 @@ class Tiling:
             high = smallest(high, end + bounds.diagonal + self.params.right)
         if self.lengths:
             high = jnp.where(start < bounds.q, high, 0)
-        return quotient(low, self.kv), quotient(largest(high, 0) + (self.kv - 1), self.kv)
+        return low, high
 
     def runs(self, i: Scalar, j: Scalar, bounds: Bounds) -> Any:
         """Whether any row of query block `i` may see any key of block `j`."""
-        first, last = self.seen(i, bounds)
-        conditions: list[Any] = [] if isinstance(first, int) and first == 0 else [j >= first]
-        return all_of(conditions if isinstance(last, int) and last == self.grid[4] else [*conditions, j < last])
+        if not (self.params.banded or self.lengths):
+            return True
+        low, high = self.seen(i, bounds)
+        conditions: list[Any] = [j * self.kv < high]
+        return all_of(conditions if isinstance(low, int) else [*conditions, (j + 1) * self.kv > low, low < high])
 
     def whole(self, i: Scalar, j: Scalar, bounds: Bounds, rows: bool = False) -> Any:
         """Whether every row of query block `i` sees every key of block `j`; with `rows`, all rows must be valid too."""
@@ -155,8 +157,9 @@ class Tiling:
         """The block of keys to hold at a step: a step that sees none stays where its neighbour is, and copies none."""
         if not (self.params.banded or self.lengths):
             return j
-        first, last = self.seen(i, bounds)
-        return clip(largest(smallest(j, last - 1), first), 0, self.grid[4] - 1)
+        low, high = self.seen(i, bounds)
+        first, last = quotient(low, self.kv), quotient(largest(high - 1, 0), self.kv)
+        return clip(clip(j, first, last), 0, self.grid[4] - 1)
 
 
 def all_of(conditions: list[Any]) -> Any:
@@ -193,11 +196,13 @@ def largest(a: Scalar, b: Scalar) -> Scalar:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def clip(a: Scalar, low: int, high: int) -> Scalar:
-    """The index nearest to `a` from `low` to `high`."""
+def clip(a: Scalar, low: Scalar, high: Scalar) -> Scalar:
+    """The index nearest to `a` from `low` to `high`; `low` where they leave none."""
     return largest(smallest(a, high), low)
 
 
 def quotient(a: Scalar, b: int) -> Scalar:
-    """`a // b` of an index that is not negative, without the fix-ups of signed division."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
+    """`a // b` of an index that is not negative: a shift where it can be one."""
+    if isinstance(a, int):
+        return a // b
+    return lax.shift_right_logical(a, jnp.int32(b.bit_length() - 1)) if b & (b - 1) == 0 else lax.div(a, jnp.int32(b))
