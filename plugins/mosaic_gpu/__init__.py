@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opmux.core.implementation import BackendInfo, Implementation
-from opmux.plugins.mosaic_gpu import add_config, attention_config, matmul_config, reduce_config
+from opmux.plugins.mosaic_gpu import add_config, attention_config, chunk_fwd_h_config, matmul_config, reduce_config
 from opmux.registry import hookimpl
 
 _FIRST_ON_CUDA = {"cuda": 20}
@@ -73,5 +73,21 @@ def opmux_implementations() -> Iterable[Implementation]:
         supports=reduce_config.supports,
         config=reduce_config.ReduceConfig,
         default_config=reduce_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="chunk_fwd_h",
+        kernel="opmux.plugins.mosaic_gpu.chunk_fwd_h:chunk_fwd_h",
+        supports=chunk_fwd_h_config.supports,
+        config=chunk_fwd_h_config.ChunkFwdHConfig,
+        default_config=chunk_fwd_h_config.default_config,
+        priority=_FIRST_ON_CUDA,
+    )
+    yield Implementation(
+        op="chunk_fwd_h_vjp",
+        kernel="opmux.plugins.mosaic_gpu.chunk_fwd_h_vjp:chunk_fwd_h_vjp",
+        supports=chunk_fwd_h_config.supports,
+        config=chunk_fwd_h_config.ChunkFwdHConfig,
+        default_config=chunk_fwd_h_config.default_config,
         priority=_FIRST_ON_CUDA,
     )
