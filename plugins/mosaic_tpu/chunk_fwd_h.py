@@ -28,8 +28,9 @@ from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes, kernel_dtype
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_config import ChunkFwdHConfig
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_packed import packed_states
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, copy_heads, sums_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
 
 
 def chunk_fwd_h(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -44,7 +45,7 @@ def chunk_fwd_h(request: Request, operands: Operands, config: Config) -> Outputs
     trivial = without_tokens(request, operands)
     if trivial is not None:
         return trivial
-    sizes = Sizes.of(request, config.block_tokens, config.block_heads, config.block_values)
+    sizes = Sizes.of(request, config.block_tokens, config.block_heads, config.block_values, config.num_interleaved)
     specs = outputs(request)
     stored = kernel_dtype(specs["h"].dtype)
     found = states(loadable(operands), sizes, stored, "ht" in request.wanted, config.vmem_limit_bytes)
@@ -101,11 +102,8 @@ def _fixed_states(operands: Operands, sizes: Sizes, stored: Any, final: bool, vm
             def _store() -> None:
                 copy_heads(out["h"], state)
 
-        for head in range(sizes.bh):
-            before = state[head]
-            if sizes.per_split == 1:
-                out["h"][head] = before.astype(stored)
-            state[head] = step.advance(head, before)
+        stored_here = out["h"] if sizes.per_split == 1 else None
+        for_heads(sizes.bh, sizes.at_once, lambda head: step.advance(head, state, stored_here))
 
         if "ht" in out:
 
@@ -119,7 +117,7 @@ def _fixed_states(operands: Operands, sizes: Sizes, stored: Any, final: bool, vm
         in_specs=[{name: block_spec(name, sizes) for name in inputs}],
         out_specs={name: block_spec(name, sizes) for name in shapes},
         out_shape=shapes,
-        scratch_shapes=[{"state": pltpu.VMEM((sizes.bh, K, sizes.bv), jnp.float32), **sums_scratch(inputs, sizes)}],
+        scratch_shapes=[{"state": pltpu.VMEM((sizes.bh, K, sizes.bv), jnp.float32), **chunk_scratch(inputs, sizes)}],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -145,9 +143,9 @@ def block_spec(name: str, sizes: Sizes, *, backwards: bool = False) -> pl.BlockS
         return sizes.chunks - 1 - step if backwards else step
 
     if name in ("k", "gk"):
-        return pl.BlockSpec((None, bt, bh, K), lambda b, h, v, c: (b, at(c), h, 0))
+        return pl.BlockSpec((1, bt, bh, K), lambda b, h, v, c: (b, at(c), h, 0))
     if name in ("v", "gv"):
-        return pl.BlockSpec((None, bt, bh, bv), lambda b, h, v, c: (b, at(c), h, v))
+        return pl.BlockSpec((1, bt, bh, bv), lambda b, h, v, c: (b, at(c), h, v))
     if name == "scalars":
         return pl.BlockSpec((None, None, bh, bt + 1), lambda b, h, v, c: (b, at(c), h, 0))
     if name == "states" or (name == "h" and sizes.per_split == 1):

@@ -35,6 +35,7 @@ class Sizes:
       per_split: steps between stored states.
       num_splits: stored states.
       raw: gates are per token.
+      at_once: heads whose work the compiler may interleave.
     """
 
     B: int
@@ -49,9 +50,10 @@ class Sizes:
     per_split: int
     num_splits: int
     raw: bool
+    at_once: int = 1
 
     @classmethod
-    def of(cls, request: Request, block_tokens: int, block_heads: int, block_values: int) -> Sizes:
+    def of(cls, request: Request, block_tokens: int, block_heads: int, block_values: int, at_once: int = 1) -> Sizes:
         """The steps of a request.
 
         Args:
@@ -59,6 +61,7 @@ class Sizes:
           block_tokens: most tokens of a step where gates are per token; running sums take a chunk at a time.
           block_heads: most heads of a step, a multiple of 8.
           block_values: most value channels of a step, a multiple of 128.
+          at_once: heads whose work the compiler may interleave.
         """
         params: ChunkParams = request.params
         B, T, H, K = request["k"].shape
@@ -73,6 +76,7 @@ class Sizes:
             per_split=max(1, params.span // bt),
             num_splits=params.num_splits,
             raw=params.raw,
+            at_once=at_once,
         )  # fmt: skip
 
     @property

@@ -26,12 +26,14 @@ class ChunkFwdHConfig(Config):
       block_tokens: tokens of a step where gates are per token, or constant; running sums take a chunk at a time.
       block_heads: heads of a step; 8 are the rows of a tile.
       block_values: value channels of a step.
+      num_interleaved: heads whose work the compiler may interleave: more hide latencies, until registers spill.
       vmem_limit_bytes: vector memory that the kernel may use.
     """
 
     block_tokens: int = Field(default=64, gt=0, multiple_of=SUBLANES)
     block_heads: int = Field(default=SUBLANES, gt=0, multiple_of=SUBLANES)
     block_values: int = Field(default=256, gt=0, multiple_of=LANES)
+    num_interleaved: int = Field(default=1, gt=0, le=SUBLANES)
     vmem_limit_bytes: int = Field(default=16 * _MIB, gt=0)
 
 
@@ -62,7 +64,13 @@ def supports_vjp(request: Request, device: Device) -> list[Rejection]:
 def default_config(request: Request, device: Device) -> ChunkFwdHConfig:
     """All value channels in a step, where they fit."""
     tokens, values = _blocks(request, device, backward=False)
-    return ChunkFwdHConfig(block_tokens=tokens, block_values=values, vmem_limit_bytes=_capacity(device))
+    interleaved = 2 if request["k"].dtype == jnp.bfloat16 else 1
+    return ChunkFwdHConfig(
+        block_tokens=tokens,
+        block_values=values,
+        num_interleaved=interleaved,
+        vmem_limit_bytes=_capacity(device),
+    )
 
 
 def default_vjp_config(request: Request, device: Device) -> ChunkFwdHVjpConfig:

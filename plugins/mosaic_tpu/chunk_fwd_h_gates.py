@@ -93,55 +93,77 @@ class Window:
         """Whether a token takes part."""
         return (token >= self.begin) & (token < self.end)
 
+    def last(self, tokens: int) -> Any:
+        """Index of the last token that takes part, or of any if none does, as a slice."""
+        return pl.ds(tokens - 1, 1) if self.full else pl.ds(jnp.maximum(self.end - 1, 0), 1)
+
+
+def sum_after(gate: Any, window: Window, after: Any, totals: Any) -> None:
+    """Sums gates per token `[bt, bh, D]`, from the last token to the first: into `after` those after each token, and
+    into `totals` `[bh, D]` all of them. Plain additions for all heads at once, since tokens are no tiled axis.
+    """
+    bt = gate.shape[0]
+
+    def add(token: Any, so_far: jax.Array) -> jax.Array:
+        after[token] = so_far
+        found = jnp.maximum(gate[token], RESET)
+        return so_far + (found if window.full else jnp.where(window.has(token), found, 0.0))
+
+    def add_some(turn: Any, so_far: jax.Array) -> jax.Array:
+        last = jnp.int32(bt - 1) - turn * jnp.int32(SUBLANES)
+        for token in range(SUBLANES):
+            so_far = add(last - jnp.int32(token), so_far)
+        return so_far
+
+    so_far = lax.fori_loop(0, bt // SUBLANES, add_some, jnp.zeros(totals.shape, jnp.float32))
+    for token in reversed(range(bt % SUBLANES)):
+        so_far = add(token, so_far)
+    totals[...] = so_far
+
+
+def sum_before(gate: Any, window: Window, rows: Any, totals: Any) -> None:
+    """The transpose of `sum_after`, in place: cotangents of gates `[bt, bh, D]` from those of their sums."""
+    bt = rows.shape[0]
+
+    def add(token: Any, so_far: jax.Array) -> jax.Array:
+        d_after = rows[token]
+        # A gate below that is taken for a reset, whatever it is.
+        takes_part = gate[token] > RESET
+        if not window.full:
+            takes_part &= window.has(token)
+        rows[token] = jnp.where(takes_part, so_far, 0.0)
+        return so_far + d_after
+
+    def add_some(turn: Any, so_far: jax.Array) -> jax.Array:
+        for token in range(SUBLANES):
+            so_far = add(turn * jnp.int32(SUBLANES) + jnp.int32(token), so_far)
+        return so_far
+
+    so_far = lax.fori_loop(0, bt // SUBLANES, add_some, totals[...])
+    for token in range(bt - bt % SUBLANES, bt):
+        so_far = add(token, so_far)
+
 
 @dataclass(frozen=True)
 class ChannelGate:
-    """The log gates of channels of a chunk, `[bt, bh, D]` in memory.
+    """The log gates of channels of a chunk in memory.
 
     Attributes:
-      gate: the gates as they are given.
+      rows: running sums by head, or where gates are per token the sums after each token, `[bh, bt, D]`.
       window: tokens that take part.
-      after: sums after each token, where gates are per token; else None.
-      total: sums over the chunk `[bh, D]` likewise.
+      totals: sums over the chunk `[bh, D]` where gates are per token, else None.
     """
 
-    gate: Any
+    rows: Any
     window: Window
-    after: Any = None
-    total: Any = None
+    totals: Any
 
-    def sum_up(self) -> None:
-        """Sums gates per token, from the last token to the first: plain additions, since tokens are no tiled axis."""
-        bt = self.gate.shape[0]
-
-        def add(token: Any, total: jax.Array) -> jax.Array:
-            self.after[token] = total
-            gate = jnp.maximum(self.gate[token], RESET)
-            return total + (gate if self.window.full else jnp.where(self.window.has(token), gate, 0.0))
-
-        def add_some(turn: Any, total: jax.Array) -> jax.Array:
-            last = jnp.int32(bt - 1) - turn * jnp.int32(SUBLANES)
-            for token in range(SUBLANES):
-                total = add(last - jnp.int32(token), total)
-            return total
-
-        total = jnp.zeros(self.total.shape, jnp.float32)
-        total = lax.fori_loop(0, bt // SUBLANES, add_some, total)
-        for token in reversed(range(bt % SUBLANES)):
-            total = add(token, total)
-        self.total[...] = total
-
-    def exponents(self, head: int) -> tuple[jax.Array, jax.Array]:
-        """Of the tokens of a head `[bt, D]`, and of its state `[1, D]`."""
-        if self.after is not None:
-            return self.window.keep(self.after[:, head, :]), self.total[head : head + 1, :]
-        total = self.gate[self.last(), head, :]
+    def exponents(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array]:
+        """Of the tokens of a head `[bt, D]`, and of its state `[1, D]`, for some of its channels."""
+        rows = self.rows[head, :, channels]
+        if self.totals is not None:
+            return self.window.keep(rows), self.totals[pl.ds(head, 1), channels]
+        total = self.rows[head, self.window.last(self.rows.shape[1]), channels]
         if not self.window.full:
             total = jnp.where(self.window.end > self.window.begin, total, 0.0)
-        return self.window.keep(total - self.gate[:, head, :]), total
-
-    def last(self) -> Any:
-        """Index of the last token that takes part, or of any, as a slice."""
-        if self.window.full:
-            return slice(self.gate.shape[0] - 1, self.gate.shape[0])
-        return pl.ds(jnp.maximum(self.window.end - 1, 0), 1)
+        return self.window.keep(total - rows), total

@@ -27,7 +27,8 @@ from opmux.core.request import Operands, Outputs
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, block, whole_blocks
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, copy_heads, sums_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import Layout, index_table, layout
 
 
@@ -57,7 +58,7 @@ def packed_states(operands: Operands, sizes: Sizes, stored: Any, final: bool, vm
         scratch_shapes=[
             {name: pltpu.VMEM((2, *block(name, sizes)), array.dtype) for name, array in arrays.items()},
             pltpu.SemaphoreType.DMA((len(arrays), 2)),
-            {"state": pltpu.VMEM((sizes.bh, sizes.K, sizes.bv), jnp.float32), **sums_scratch(inputs, sizes)},
+            {"state": pltpu.VMEM((sizes.bh, sizes.K, sizes.bv), jnp.float32), **chunk_scratch(inputs, sizes)},
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
@@ -147,10 +148,7 @@ def _kernel(
         begin = field("shift", words)
         window = Window(begin, begin + field("length", words))
         step = chunk_of({name: ref.at[slot] for name, ref in tokens_here.items()}, scratch, window)
-        for head in range(sizes.bh):
-            before = state[head]
-            buffers["h"][slot, head] = before.astype(buffers["h"].dtype)
-            state[head] = step.advance(head, before)
+        for_heads(sizes.bh, sizes.at_once, lambda head: step.advance(head, state, buffers["h"].at[slot]))
 
         stores = field("stores", words)
 

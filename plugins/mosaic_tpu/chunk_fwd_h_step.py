@@ -1,11 +1,12 @@
-"""What one chunk does to the state of one head, for both forward kernels of `chunk_fwd_h`.
+"""What one chunk does to the states of its heads, for both forward kernels of `chunk_fwd_h`.
 
     k [bt, K] ──► * exp(after gk) ──► transpose ──► * exp(after g) ─┐
                                                                     ├─► product [K, V] ──► + ──► state
     v [bt, V] ──► * exp(after gv) ──────────────────────────────────┘                      ▲
                                                                      exp(total) * state ───┘
 
-The constant and scalar gates of tokens lie along lanes, as the transposed keys do.
+The constant and scalar gates of tokens lie along lanes, as the transposed keys do. States of more than 128 key or
+value channels are computed in tiles of 128 x 128, which depend on nothing in each other.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, Window
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import LANES, Sizes
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, Window, sum_after
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import rows_scratch, to_heads
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Chunk:
     """A chunk in vector memory, for all heads of a step.
 
     Attributes:
-      k: keys `[bt, bh, K]`.
-      v: values `[bt, bh, V]`.
+      k: keys by head `[bh, bt, K]`.
+      v: values by head `[bh, bt, V]`.
       window: tokens that take part.
       gk, gv: gates of the channels, or None.
       scalars: exponents of `scalar_exponents`, `[bh, bt + 1]`, or None.
@@ -42,23 +45,49 @@ class Chunk:
     gv: ChannelGate | None
     scalars: Any
 
-    def advance(self, head: int, state: jax.Array) -> jax.Array:
-        """The state of a head after the chunk, from the one before it, float32 `[K, V]`."""
-        keys, values = self.window.keep(self.k[:, head, :]), self.window.keep(self.v[:, head, :])
-        of_rows = of_columns = None
+    def advance(self, head: Any, state: Any, stored: Any | None) -> None:
+        """Makes the state of a head the one after the chunk.
+
+        Args:
+          head: the head.
+          state: states of all heads, float32 `[bh, K, V]` in memory.
+          stored: where to put the state before the chunk, `[bh, K, V]` in memory.
+        """
+        keys = [self._keys(head, channels) for channels in tiles(state.shape[1])]
+        for j in tiles(state.shape[2]):
+            values, of_columns = self._values(head, j)
+            for i, (rows, of_rows) in zip(tiles(state.shape[1]), keys, strict=True):
+                before = state[head, i, j]
+                if stored is not None:
+                    stored[head, i, j] = before.astype(stored.dtype)
+                state[head, i, j] = decay(before, of_rows, of_columns) + product(rows, values, self.k.dtype)
+
+    def _keys(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array | None]:
+        """Decayed keys, transposed `[K, bt]`, and exponents of the rows of the state `[1, K]`."""
+        keys, total = self.window.keep(self.k[head, :, channels]), None
         if self.gk is not None:
-            after, of_rows = self.gk.exponents(head)
+            after, total = self.gk.exponents(head, channels)
             keys = keys * jnp.exp(after)
-        if self.gv is not None:
-            after, of_columns = self.gv.exponents(head)
-            values = values * jnp.exp(after)
         keys = keys.T
         if self.scalars is not None:
-            bt = self.scalars.shape[1] - 1
-            keys = keys * jnp.exp(self.scalars[head : head + 1, :bt])
-            total = self.scalars[head : head + 1, bt:]
-            of_columns = total if of_columns is None else of_columns + total
-        return decay(state, of_rows, of_columns) + product(keys, values, self.k.dtype)
+            keys = keys * jnp.exp(self.scalars[pl.ds(head, 1), : self.k.shape[1]])
+        return keys, total
+
+    def _values(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array | None]:
+        """Decayed values `[bt, V]`, and exponents of the columns of the state `[1, V]` or `[1, 1]`."""
+        values, total = self.window.keep(self.v[head, :, channels]), None
+        if self.gv is not None:
+            after, total = self.gv.exponents(head, channels)
+            values = values * jnp.exp(after)
+        if self.scalars is not None:
+            scalar = self.scalars[pl.ds(head, 1), self.k.shape[1] :]
+            total = scalar if total is None else total + scalar
+        return values, total
+
+
+def tiles(channels: int) -> list[slice]:
+    """Channels in groups of 128."""
+    return [slice(first, min(first + LANES, channels)) for first in range(0, channels, LANES)]
 
 
 def decay(state: jax.Array, of_rows: jax.Array | None, of_columns: jax.Array | None) -> jax.Array:
@@ -75,35 +104,34 @@ def product(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def sums_scratch(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Scratch for the sums of gates per token: `<gate>_after` and `<gate>_total`."""
-    shapes: dict[str, Any] = {}
+def chunk_scratch(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Scratch of a chunk: rows by head, and sums of gates per token."""
+    shapes = rows_scratch(arrays, sizes)
     for name, channels in (("gk", sizes.K), ("gv", sizes.bv)):
         if sizes.raw and name in arrays:
-            shapes[f"{name}_after"] = pltpu.VMEM((sizes.bt, sizes.bh, channels), jnp.float32)
+            shapes[f"{name}_after"] = pltpu.VMEM((1, sizes.bt, sizes.bh, channels), jnp.float32)
             shapes[f"{name}_total"] = pltpu.VMEM((sizes.bh, channels), jnp.float32)
     return shapes
 
 
 def chunk_of(refs: Mapping[str, Any], scratch: Mapping[str, Any], window: Window) -> Chunk:
-    """The chunk in refs by name, its gates summed up in scratch where they are per token."""
+    """The chunk whose tokens lie in refs by name, turned and its gates summed up in scratch.
 
-    def gate(name: str) -> ChannelGate | None:
+    Args:
+      refs: tokens `[bt, bh, D]` or `[1, bt, bh, D]`, and `scalars` `[bh, bt + 1]`.
+      scratch: of `chunk_scratch`.
+      window: tokens that take part.
+    """
+    gates: dict[str, ChannelGate] = {}
+    for name in ("k", "v", "gk", "gv"):
         if name not in refs:
-            return None
-        found = ChannelGate(refs[name], window, scratch.get(f"{name}_after"), scratch.get(f"{name}_total"))
-        if found.after is not None:
-            found.sum_up()
-        return found
-
-    return Chunk(refs["k"], refs["v"], window, gate("gk"), gate("gv"), refs.get("scalars"))
-
-
-def copy_heads(to: Any, state: Any | None) -> None:
-    """Copies states `[bh, K, V]` in vector memory, rounded if need be; 0 from None."""
-
-    def copy(head: Any, _: Any) -> None:
-        found = jnp.zeros(to.shape[1:], to.dtype) if state is None else state[head].astype(to.dtype)
-        to[head] = found
-
-    lax.fori_loop(0, to.shape[0], copy, None)
+            continue
+        tokens, totals = refs[name], scratch.get(f"{name}_total")
+        if totals is not None:
+            sums = scratch[f"{name}_after"]
+            sum_after(tokens.at[0] if len(tokens.shape) == 4 else tokens, window, sums.at[0], totals)
+            tokens = sums
+        to_heads(tokens, scratch[f"{name}_rows"])
+        gates[name] = ChannelGate(scratch[f"{name}_rows"], window, totals)
+    k, v = scratch["k_rows"], scratch["v_rows"]
+    return Chunk(k, v, window, gates.get("gk"), gates.get("gv"), refs.get("scalars"))

@@ -35,9 +35,10 @@ from opmux.plugins.mosaic_tpu.chunk_fwd_h import block_spec, loadable, states
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_config import ChunkFwdHVjpConfig
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, copy_heads, sums_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads, rows_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_packed import packed_cotangents
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_step import Pullback, scalar_columns
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_step import Pullback
 
 CHANNELS = ("k", "v", "gk", "gv")
 
@@ -96,7 +97,12 @@ def _fixed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
         for name, array in (inputs | {"h0": operands.get("h0")}).items()
         if name in wanted
     }
-    scratch = {"d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32), **sums_scratch(inputs, sizes)}
+    d_shapes = {f"d_{name}": shape for name, shape in shapes.items()}
+    scratch = {
+        "d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32),
+        **chunk_scratch(inputs, sizes),
+        **rows_scratch(d_shapes, sizes, "d_"),
+    }
     chunks, T, bt = sizes.chunks, sizes.T, sizes.bt
 
     def kernel(refs: Mapping[str, Any], out: Mapping[str, Any], scratch: Mapping[str, Any]) -> None:
@@ -109,21 +115,25 @@ def _fixed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
 
         window = Window() if T % bt == 0 else Window(jnp.int32(0), jnp.minimum(bt, T - number * bt))
         chunk = chunk_of(refs, scratch, window)
-        pullback = Pullback(chunk, refs.get("states"), out, scratch)
-        columns = None if chunk.scalars is None else scalar_columns(chunk.scalars)
-        for head in range(sizes.bh):
-            d_before = pullback.retreat(head, d_state[head], columns)
-            if "d_h" in refs and sizes.per_split == 1:
-                d_before = d_before + refs["d_h"][head].astype(jnp.float32)
-            d_state[head] = d_before
+        whole = {name: ref.at[0] if name in CHANNELS else ref for name, ref in out.items()}
+        gates = {name: refs[name].at[0] for name in ("gk", "gv") if name in refs}
+        pullback = Pullback(chunk, gates, refs.get("states"), whole, scratch)
+
+        def d_stored(*at: Any) -> jax.Array:
+            return refs["d_h"][at].astype(jnp.float32)
+
+        every = d_stored if "d_h" in refs and sizes.per_split == 1 else None
+        for_heads(sizes.bh, sizes.at_once, lambda head: pullback.retreat(head, d_state, every))
         pullback.finish()
 
         if "d_h" in refs and sizes.per_split > 1:
 
             @pl.when(lax.rem(number, jnp.int32(sizes.per_split)) == 0)
             def _stored() -> None:
-                for head in range(sizes.bh):
-                    d_state[head] = d_state[head] + refs["d_h"][head].astype(jnp.float32)
+                def add(head: Any) -> None:
+                    d_state[head] = d_state[head] + d_stored(head)
+
+                for_heads(sizes.bh, 1, add)
 
         if "h0" in out:
 

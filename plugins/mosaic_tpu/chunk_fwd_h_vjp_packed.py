@@ -24,9 +24,10 @@ from opmux.core.request import Operands, Outputs
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, block, whole_blocks
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, copy_heads, sums_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads, rows_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import Layout, index_table, layout
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_step import Pullback, scalar_columns
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_step import Pullback
 
 
 def packed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...], vmem_limit: int) -> Outputs:
@@ -57,7 +58,11 @@ def packed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
         scratch_shapes=[
             {name: pltpu.VMEM((2, *block(name, sizes)), array.dtype) for name, array in arrays.items()},
             pltpu.SemaphoreType.DMA((len(arrays), 2)),
-            {"d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32), **sums_scratch(inputs, sizes)},
+            {
+                "d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32),
+                **chunk_scratch(inputs, sizes),
+                **rows_scratch(shapes, sizes, "d_"),
+            },
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
@@ -173,14 +178,16 @@ def _kernel(
 
         first = field("shift", words)
         here = {name: ref.at[slot] for name, ref in buffers.items()}
-        chunk = chunk_of({name: here[name] for name in inputs}, scratch, Window(first, first + length))
-        pullback = Pullback(chunk, here.get("states"), {name[2:]: here[name] for name in out}, scratch)
-        columns = None if chunk.scalars is None else scalar_columns(chunk.scalars)
-        for head in range(sizes.bh):
-            d_before = pullback.retreat(head, d_state[head], columns)
-            if "d_h" in inputs:
-                d_before = d_before + jnp.where(stores == 1, here["d_h"][head].astype(jnp.float32), 0.0)
-            d_state[head] = d_before
+        tokens = {name: here[name] for name in inputs}
+        chunk = chunk_of(tokens, scratch, Window(first, first + length))
+        pullback = Pullback(chunk, tokens, here.get("states"), {name[2:]: here[name] for name in out}, scratch)
+
+        def d_stored(*at: Any) -> jax.Array:
+            # What the slot holds where nothing was stored is not of this row.
+            return jnp.where(stores == 1, here["d_h"][at].astype(jnp.float32), 0.0)
+
+        every = d_stored if "d_h" in inputs else None
+        for_heads(sizes.bh, sizes.at_once, lambda head: pullback.retreat(head, d_state, every))
         pullback.finish()
 
         rows_out.start(field("start", words) + first, first, length, slot)
