@@ -135,7 +135,9 @@ class Tiling:
             return True
         low, high = self.seen(i, bounds)
         conditions: list[Any] = [j * self.kv < high]
-        return all_of(conditions if isinstance(low, int) else [*conditions, (j + 1) * self.kv > low, low < high])
+        return all_of(
+            conditions if self.params.left is None else [*conditions, (j + 1) * self.kv > low, low < high]
+        )
 
     def whole(self, i: Scalar, j: Scalar, bounds: Bounds, rows: bool = False) -> Any:
         """Whether every row of query block `i` sees every key of block `j`; with `rows`, all rows must be valid too."""
