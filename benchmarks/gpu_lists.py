@@ -128,8 +128,7 @@ def _matmul_speed(small: bool) -> Iterator[Problem]:
     yield matmul(large, large, large, BF16, directions=BACKWARD)
     yield matmul(larger, larger, larger, BF16, directions=BACKWARD, tier=1)
     yield matmul(larger, larger, larger, F16, directions=FORWARD, tier=2)
-    options = {"precision": "tensorfloat32", "tolerance": TF32}
-    yield matmul(large, large, large, F32, directions=FORWARD, tier=1, **options)
+    yield matmul(large, large, large, F32, precision="tensorfloat32", tolerance=TF32, directions=FORWARD, tier=1)
     yield matmul(larger, larger, larger, I8, directions=FORWARD, tier=1, preferred_element_type=I32)
     yield matmul(larger, larger, larger, F8, directions=FORWARD, tier=2, preferred_element_type=BF16)
     yield matmul(n(2048, 128), n(2048, 128), n(2048, 64), BF16, batch=(n(16, 2),), directions=FORWARD, tier=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -79,7 +80,8 @@ class Race:
         with compat.traced_for("NVIDIA H200", "cuda", devices.device("h200").sm_count):
             for variant in contender.variants():
                 try:
-                    jax.eval_shape(variant.function, dict(self.arrays))
+                    prepared = jax.eval_shape(variant.prepare or dict, dict(self.arrays))
+                    jax.eval_shape(variant.function, prepared)
                     return
                 except Exception as error:
                     trouble = error
@@ -221,8 +223,10 @@ def floor() -> float:
 
 
 def said_by(error: BaseException) -> str:
-    """The first line that says something."""
+    """The first line of an error; of one inside of a simulated program, which comes with its traceback, the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "CpuCallback" in lines[0]:
+        return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception): ", line)), lines[0])
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
 WIDTH = 80
-GOOD = ("ok", "simulated")
+QUIET = ("ok", "simulated", "skipped")
+"""What the summary only counts, apart from times."""
 
 
 class Printer:
@@ -29,7 +31,7 @@ def line(row: Row) -> str:
     if row["kind"] == "numerics" and "error" in row:
         error = f"{_short(row['error'])} of {_short(row['tolerance'])}"
         seconds = f"{row['seconds']:6.1f} s" if "seconds" in row else ""
-        return _fit(f"  {row['part']:<11}{row['status']:<9}{error}{seconds}  {row.get('detail', '')}")
+        return _fit(f"  {row['part']:<11}{row['status']:<10}{error}{seconds}  {row.get('detail', '')}", 35)
     if row["status"] == "simulated":
         return _fit(f"  {row['part']:<24}{row['status']:<10}in {row['median_s']:.2g} s, which means nothing")
     if row["kind"] == "speed" and "median_s" in row:
@@ -38,35 +40,33 @@ def line(row: Row) -> str:
         rate = f"{row['rate'] / (1e12 if row['unit'] == 'FLOP/s' else 1e9):7.1f} {_UNITS[row['unit']]:<8}"
         return _fit(f"  {row['part']:<24}{row['status']:<10}{_time(row['median_s'])}{rate}{peak}{ours}")
     width = 11 if row["kind"] == "numerics" else 24
-    return _fit(f"  {row['part'] or 'all':<{width}}{row['status']:<10}{row.get('detail', '')}")
+    return _fit(f"  {row['part'] or 'all':<{width}}{row['status']:<10}{row.get('detail', '')}", 12 + width)
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """How many rows came out how, what is not well, and every time."""
+    """How many rows came out how, what is not well, and all times that mean something."""
     rows = list(rows)
     lines = ["", "=" * WIDTH]
     for kind in ("numerics", "speed"):
         counts = Counter(row["status"] for row in rows if row["kind"] == kind)
         said = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         lines.append(f"{kind}: {said or 'no rows'}")
-    task = None
-    for row in rows:
-        if row["kind"] == "speed" or row["status"] not in GOOD:
-            if row["task"] != task:
-                task = row["task"]
-                lines.append(task[:WIDTH])
-            lines.append(line(row))
+    shown = [row for row in rows if row["status"] not in QUIET or (row["status"] == "ok" and "median_s" in row)]
+    for task in dict.fromkeys(row["task"] for row in shown):
+        lines.append(task[:WIDTH])
+        lines += [line(row) for row in sorted(shown, key=lambda row: "median_s" not in row) if row["task"] == task]
     if any(row.get("of_peak") for row in rows):
-        lines.append("Columns: median time, rate, share of the declared peak, time as a multiple of mosaic_gpu's.")
+        lines.append("median time, rate, share of the declared peak, time in times of mosaic_gpu's")
     return "\n".join(lines)
 
 
 _UNITS = {"FLOP/s": "TFLOP/s", "B/s": "GB/s"}
 
 
-def _fit(text: str) -> str:
-    text = text.rstrip()
-    return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
+def _fit(text: str, indent: int = 0) -> str:
+    """The text on as many lines as it takes, up to four."""
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, max_lines=4, placeholder=" ...")
+    return "\n".join(lines)
 
 
 def _short(value: Any) -> str:
