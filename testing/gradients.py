@@ -50,7 +50,7 @@ def check_gradients(subject: Subject, case: Case) -> None:
         assert np.isfinite(wide[name]).all(), f"{what}: {(~np.isfinite(wide[name])).sum()} elements are not finite"
 
     floor = max((rms(gradient) for gradient in wide.values()), default=0.0)
-    tolerance = case.rtol or GRADIENT_FACTOR * rtol(coarsest(arrays.values()), longest_axis(arrays))
+    tolerance = max(case.rtol or 0.0, GRADIENT_FACTOR * rtol(coarsest(arrays.values()), longest_axis(arrays)))
     for name in moving:
         for label, direction in _directions(rng, wide[name]):
             want = _difference(subject, arrays, rest, name, direction, cotangents)

@@ -99,5 +99,5 @@ def _report(wrong: np.ndarray, error: np.ndarray, got: np.ndarray, want: np.ndar
     place = [int(i) for i in index]
     raise AssertionError(
         f"{what}: {wrong.sum()} of {wrong.size} elements are not equal {how}; the worst is {place}: "
-        f"got {got[index]!r}, want {want[index]!r}"
+        f"got {got[index].item()}, want {want[index].item()}"
     )

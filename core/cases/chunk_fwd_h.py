@@ -46,7 +46,12 @@ def make_case(
     raw: bool = True,
     **options: Any,
 ) -> Case:
-    """A case with the given gates; `edit` changes the arrays in place while the gates are per token."""
+    """A case with the given gates; `edit` changes the arrays in place while the gates are per token.
+
+    Keys and values of 16 bits may be rounded to their dtype once they are gated, so a float32 state has no more digits.
+    """
+    if rtol is None and dtype in (BF16, F16):
+        rtol = 2 * float(jnp.finfo(dtype).eps)
     if cu_seqlens is not None:
         B, T = 1, cu_seqlens[-1]
 
