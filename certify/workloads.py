@@ -157,11 +157,13 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
     ),
     "matmul": (
         (
-            _matmul("bf16 4096", "bf16[4096,4096]", "bf16[4096,4096]"),
-            _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
+            _matmul("bf16 1024", "bf16[1024,1024]", "bf16[1024,1024]"),
+            _matmul("f32 512 highest", "f32[512,512]", "f32[512,512]", precision="highest"),
             _matmul("bf16 odd", "bf16[1000,200]", "bf16[200,1000]"),
         ),
         (
+            _matmul("bf16 4096", "bf16[4096,4096]", "bf16[4096,4096]"),
+            _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
             _matmul("f16 4096", "f16[4096,4096]", "f16[4096,4096]"),
             _matmul("f32 1024", "f32[1024,1024]", "f32[1024,1024]"),
             _matmul("s8 1024", "s8[1024,1024]", "s8[1024,1024]", preferred_element_type="int32"),
