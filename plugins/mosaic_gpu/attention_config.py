@@ -55,9 +55,13 @@ class AttentionVjpConfig(Config):
     num_ctas: int | None = Field(default=None, gt=0)
 
 
+WIDE = 192
+"""Channels of a value above which its products are made in two halves, so that sums of one fit in registers."""
+
+
 def channels(size: int) -> int:
-    """Channels of a head in shared memory: the next multiple of 16, of which a product of 16 bits is made."""
-    return max(16, size + -size % 16)
+    """Channels of a head in shared memory: the next multiple of 16, of which a product, or of its halves, is made."""
+    return max(16, size + -size % (16 if size <= WIDE else 32))
 
 
 def supports(request: Request, device: Device) -> list[Rejection]:
@@ -82,19 +86,25 @@ def supports(request: Request, device: Device) -> list[Rejection]:
 
 
 def default_config(request: Request, device: Device) -> AttentionConfig:
-    """Blocks of the forward: as many keys as accumulators leave registers for."""
+    """Blocks of the forward: as many keys as accumulators, masks and shared memory leave room for."""
     H, Hv = (channels(request[name].shape[-1]) for name in ("query", "value"))
-    selective = any(name in request for name in ("bias", "mask", "q_segments"))
-    block = (64 if selective else 128) if Hv <= 128 else 64 if Hv <= 192 else 32
-    return AttentionConfig(block_kv=block, num_stages=_stages(TILE * (H + Hv) * 2, block * (H + Hv) * 2, 4))
+    busy = request.params.left is not None or any(name in request for name in ("bias", "mask", "q_segments"))
+    Hv = Hv if Hv <= WIDE else Hv // 2
+    block = 64 if H + Hv > 256 or (busy and Hv > 64) else 128
+    resident = TILE * (H if Hv == H else H + Hv) * 2
+    return AttentionConfig(block_kv=block, num_stages=_stages(resident, block * (H + Hv) * 2, 4))
 
 
 def default_vjp_config(request: Request, device: Device) -> AttentionVjpConfig:
     """Blocks of the backward: two blocks of scores beside the accumulators."""
     H, Hv = (channels(request[name].shape[-1]) for name in ("query", "value"))
-    block = 64 if H + Hv <= 384 else 32
-    stages = _stages(TILE * (H + Hv) * 2, block * (H + Hv + 4) * 2, 4)
-    return AttentionVjpConfig(block_kv=block, block_q=block, num_stages=stages)
+    params = request.params
+    lengths = "q_lengths" in request or "kv_lengths" in request
+    busy = params.soft_cap is not None or params.left is not None or (params.banded and lengths)
+    block_kv = 64 if H + Hv <= 384 else 32
+    block_q = 32 if busy and H + Hv > 192 else block_kv
+    stages = _stages(TILE * (H + Hv) * 2, block_kv * (H + Hv + 4) * 2, 4)
+    return AttentionVjpConfig(block_kv=block_kv, block_q=block_q, num_stages=stages)
 
 
 def _stages(resident: int, block: int, most: int) -> int:

@@ -28,7 +28,7 @@ from opmux.plugins.mosaic_gpu.attention_blocks import Problem, rows_of
 from opmux.plugins.mosaic_gpu.attention_config import ROWS, TILE, AttentionVjpConfig
 from opmux.plugins.mosaic_gpu.attention_scores import Scores
 from opmux.plugins.mosaic_gpu.attention_stream import Stream, finish, over_tiles
-from opmux.plugins.mosaic_gpu.attention_tiles import stream
+from opmux.plugins.mosaic_gpu.attention_tiles import divide, stream
 from opmux.plugins.mosaic_gpu.attention_view import View
 from opmux.plugins.mosaic_gpu.capability import SMEM_BYTES, check_smem
 from opmux.plugins.mosaic_gpu.dot import dot
@@ -83,8 +83,8 @@ class Sums:
 def _unravel(index: Any, shape: tuple[int, ...]) -> list[Any]:
     found: list[Any] = []
     for size in reversed(shape):
-        found.append(lax.rem(jnp.int32(index), size) if size > 1 else 0)
-        index = lax.div(jnp.int32(index), size) if size > 1 else index
+        index, one = divide(index, size)
+        found.append(one)
     return found[::-1]
 
 

@@ -51,6 +51,7 @@ def dkv(
     """
     problem, block, stages = tiles.problem, config.block_q, config.num_stages
     H, Hv, dtype = problem.H, problem.Hv, problem.dtype
+    line = block * dtype.itemsize
     needed = dtype.itemsize * (H + Hv) * (TILE + stages * block) + stages * block * 8
     check_smem(needed, block_q=block, num_stages=stages, head=H, value_head=Hv)
     given = {"key": key, "value": value}
@@ -62,8 +63,8 @@ def dkv(
         warpgroups=COMPUTE_WARPGROUPS,
         approx_math=True,
         scratch=(
-            *(swizzled((COMPUTE_WARPGROUPS, ROWS, size), dtype) for size in (H, Hv)),
-            *(swizzled((stages, block, size), dtype) for size in (H, Hv)),
+            *(swizzled((COMPUTE_WARPGROUPS, ROWS, size), dtype, line) for size in (H, Hv)),
+            *(swizzled((stages, block, size), dtype, line) for size in (H, Hv)),
             plgpu.SMEM((stages, 2, block), jnp.float32),
             barriers(COMPUTE_WARPGROUPS, 2),
             barriers(stages, 3),
@@ -91,7 +92,7 @@ def _kernel(
         row = row + wg * ROWS
 
         def copy(step: Any, slot: Any) -> None:
-            group, step = (0, step) if problem.G == 1 else (lax.div(step, span.steps), lax.rem(step, span.steps))
+            group, step = (lax.div(step, span.steps), lax.rem(step, span.steps)) if problem.G > 1 else (0, step)
             queries, q_head = pl.ds(span.block(step) * block, block), head * problem.G + group
             plgpu.copy_gmem_to_smem(q_g.at[b, queries, q_head], q_s.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(d_g.at[b, queries, q_head], d_s.at[slot], full.at[slot])

@@ -49,6 +49,7 @@ def dq(
     """
     problem, block, stages = tiles.problem, config.block_kv, config.num_stages
     H, Hv, dtype = problem.H, problem.Hv, problem.dtype
+    line = block * dtype.itemsize
     check_smem(
         dtype.itemsize * (H + Hv) * (TILE + stages * block), block_kv=block, num_stages=stages, head=H, value_head=Hv
     )
@@ -60,8 +61,8 @@ def dq(
         warpgroups=COMPUTE_WARPGROUPS,
         approx_math=True,
         scratch=(
-            *(swizzled((COMPUTE_WARPGROUPS, ROWS, size), dtype) for size in (H, Hv)),
-            *(swizzled((stages, block, size), dtype) for size in (H, Hv)),
+            *(swizzled((COMPUTE_WARPGROUPS, ROWS, size), dtype, line) for size in (H, Hv)),
+            *(swizzled((stages, block, size), dtype, line) for size in (H, Hv)),
             barriers(COMPUTE_WARPGROUPS, 2),
             barriers(stages, 2),
             barriers(stages, COMPUTE_WARPGROUPS),

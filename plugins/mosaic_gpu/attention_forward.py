@@ -29,10 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.attention_blocks import Problem, fold, rows_of
-from opmux.plugins.mosaic_gpu.attention_config import ROWS, TILE, AttentionConfig
+from opmux.plugins.mosaic_gpu.attention_config import ROWS, TILE, WIDE, AttentionConfig
 from opmux.plugins.mosaic_gpu.attention_scores import Scores
 from opmux.plugins.mosaic_gpu.attention_stream import over_tiles, slot_of
-from opmux.plugins.mosaic_gpu.attention_tiles import QueryTiles, stream, streamed
+from opmux.plugins.mosaic_gpu.attention_tiles import QueryTiles, divide, stream, streamed
 from opmux.plugins.mosaic_gpu.attention_view import View
 from opmux.plugins.mosaic_gpu.capability import check_smem
 from opmux.plugins.mosaic_gpu.dot import dot
@@ -66,8 +66,8 @@ def forward(
     Returns:
       Output [B, T, N, Hv] and log-sum-exp [B, N, T], float32.
     """
-    block, stages, H, Hv = config.block_kv, config.num_stages, problem.H, problem.Hv
-    tiles = QueryTiles.of(problem, config.num_ctas)
+    block, stages, parts = config.block_kv, config.num_stages, 2 if problem.Hv > WIDE else 1
+    tiles, H, Hv = QueryTiles.of(problem, config.num_ctas, parts), problem.H, problem.Hv // parts
     itemsize = problem.dtype.itemsize
     needed = itemsize * (TILE * (H if Hv == H else H + Hv) + stages * block * (H + Hv))
     check_smem(needed, block_kv=block, num_stages=stages, head=H, value_head=Hv)
@@ -87,7 +87,7 @@ def forward(
             swizzled((COMPUTE_WARPGROUPS, ROWS, H), problem.dtype),
             *((swizzled((COMPUTE_WARPGROUPS, ROWS, Hv), problem.dtype),) if Hv != H else ()),
             swizzled((stages, block, H), problem.dtype),
-            swizzled((stages, block, Hv), problem.dtype),
+            swizzled((stages, block, Hv), problem.dtype, block * itemsize),
             barriers(COMPUTE_WARPGROUPS, 1),
             *(barriers(stages, arrivals) for arrivals in (1, 1, COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS)),
             barriers(1, COMPUTE_WARPGROUPS),
@@ -102,20 +102,26 @@ def _kernel(
     with_lse: bool,
 ) -> None:  # fmt: skip
     problem = tiles.problem
+    parts, channels = tiles.parts, problem.Hv // tiles.parts
     masks, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     *refs, q_full, k_full, v_full, k_empty, v_empty, turn = refs
     o_g, *refs = refs
     lse_g, *refs = refs if with_lse else (None, *refs)
     q_s, *refs = refs
-    o_s, *refs = refs if problem.Hv != problem.H else (q_s, *refs)
+    o_s, *refs = refs if channels != problem.H else (q_s, *refs)
     k_s, v_s = refs
     wg = lax.axis_index("wg")
+
+    def columns(part: Any) -> tuple[Any, ...]:
+        """Channels of a part of the values, where there are several."""
+        return (pl.ds(part * channels, channels),) if parts > 1 else ()
 
     @pl.when(wg == MEMORY_WARPGROUP)
     def _() -> None:
         plgpu.set_max_registers(40, action="decrease")
 
         def load(tile: Any, done: Any) -> Any:
+            tile, part = divide(tile, parts)
             b, head, row = tiles.place(tile)
             span = problem.keys_of(row, TILE, View(problem, masks, b, head).bounds, block)
             head = lax.div(head, problem.G)
@@ -123,9 +129,11 @@ def _kernel(
             def load_block(step: Any) -> None:
                 slot = slot_of(done + step, stages)
                 at = (b, pl.ds(span.block(step) * block, block), head)
-                for source, target, full, empty in ((k_g, k_s, k_full, k_empty), (v_g, v_s, v_full, v_empty)):
+                for window, target, full, empty in (
+                    (k_g.at[at], k_s, k_full, k_empty), (v_g.at[(*at, *columns(part))], v_s, v_full, v_empty)
+                ):  # fmt: skip
                     pl.when(done + step >= stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
-                    plgpu.copy_gmem_to_smem(source.at[at], target.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(window, target.at[slot], full.at[slot])
 
             for_each(0, span.steps, load_block)
             return span.steps
@@ -145,6 +153,7 @@ def _kernel(
             plgpu.barrier_wait(turn.at[0])
 
         def attend(tile: Any, done: Any) -> Any:
+            tile, part = divide(tile, parts)
             b, head, row = tiles.place(tile)
             view = View(problem, masks, b, head)
             bounds = view.bounds
@@ -186,7 +195,7 @@ def _kernel(
             acc, top, total = fold(
                 span, step,
                 (
-                    jnp.zeros((ROWS, problem.Hv), jnp.float32), jnp.full((ROWS,), _LOWEST, jnp.float32),
+                    jnp.zeros((ROWS, channels), jnp.float32), jnp.full((ROWS,), _LOWEST, jnp.float32),
                     jnp.zeros((ROWS,), jnp.float32),
                 ),
             )  # fmt: skip
@@ -198,9 +207,13 @@ def _kernel(
                 lse = jnp.where(row + lax.broadcasted_iota(jnp.int32, lse.shape, 0) < bounds.q, lse, -jnp.inf)
             o_s[wg] = out.astype(problem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[wg], o_g.at[b, pl.ds(row, ROWS), head])
+            plgpu.copy_smem_to_gmem(o_s.at[wg], o_g.at[(b, pl.ds(row, ROWS), head, *columns(part))])
             if lse_g is not None:
-                lse_g[b, head, pl.ds(row, ROWS)] = lse
+
+                @pl.when(part == 0)
+                def _() -> None:
+                    lse_g[b, head, pl.ds(row, ROWS)] = lse
+
             return span.steps
 
         pl.when(wg == 1)(take_turn)  # which starts half a step behind

@@ -22,16 +22,18 @@ class Tiles:
 
     Attributes:
       ctas: blocks of threads that run.
+      parts: how many times each tile is taken, for as many parts of its result.
     """
 
     problem: Problem
     ctas: int
+    parts: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, most: int | None) -> Self:
+    def of(cls, problem: Problem, most: int | None, parts: int = 1) -> Self:
         """As many blocks of threads as there are tiles, but at most `most`."""
-        count = cls(problem, 0).count
-        return cls(problem, min(most or count, count))
+        count = cls(problem, 0, parts).count
+        return cls(problem, min(most or count, count), parts)
 
     @property
     def heads(self) -> int:
@@ -55,13 +57,13 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """All tiles."""
-        return self.problem.B * self.heads * self.per_head
+        """All tiles, each as often as it is taken."""
+        return self.problem.B * self.heads * self.per_head * self.parts
 
     def place(self, tile: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Batch element, head and first row of a tile; heads side by side, the longest tiles first."""
-        head, rest = lax.rem(tile, self.heads), lax.div(tile, self.heads)
-        index, b = lax.rem(rest, self.per_head), lax.div(rest, self.per_head)
+        rest, head = divide(tile, self.heads)
+        b, index = divide(rest, self.per_head) if self.problem.B > 1 else (0, rest)
         return b, head, (self.per_head - 1 - index if self.longest_last else index) * TILE
 
 
@@ -104,6 +106,11 @@ class KeyTiles(Tiles):
 
 
 # Arrays.
+
+
+def divide(index: Scalar, size: int) -> tuple[Scalar, Scalar]:
+    """Quotient and remainder of an index that is not negative."""
+    return (lax.div(index, size), lax.rem(index, size)) if size > 1 else (index, 0)
 
 
 def stream(array: jax.Array, rows: int) -> jax.Array:

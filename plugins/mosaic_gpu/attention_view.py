@@ -76,11 +76,11 @@ class View:
         reach = None if params.right is None or problem.lengths else problem.T - 1 + bounds.center + params.right
         if reach is None or reach >= problem.S:
             conditions.append(keys(column) < bounds.kv)
-        center = row + bounds.center - column
+        center = row + bounds.center
         if params.right is not None:
-            conditions.append(keys(0) <= queries(center + params.right))
+            conditions.append(keys(column) <= queries(center + params.right))
         if params.left is not None:
-            conditions.append(keys(0) >= queries(center - params.left))
+            conditions.append(keys(column) >= queries(center - params.left))
         if problem.segments:
             (q_s, q_at), (kv_s, kv_at) = (
                 (self.refs[name][self.b, pl.ds(start, shape[axis])], axis)

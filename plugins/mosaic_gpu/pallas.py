@@ -67,15 +67,16 @@ def launch(
     return call
 
 
-def swizzled(shape: Sequence[int], dtype: Any) -> Any:
+def swizzled(shape: Sequence[int], dtype: Any, most: int = SWIZZLED_LINE) -> Any:
     """Shared memory in swizzled tiles of eight rows, as `wgmma` reads them and TMA fills them without bank conflicts.
 
     Args:
       shape: [..., rows, columns]; the last axis is a multiple of 32 bytes.
       dtype: of the elements.
+      most: bytes that a line is no longer than. A product over the rows takes a multiple of a line of them.
     """
     itemsize = np.dtype(dtype).itemsize
-    line = math.gcd(shape[-1] * itemsize, SWIZZLED_LINE)
+    line = math.gcd(shape[-1] * itemsize, most, SWIZZLED_LINE)
     transforms = (plgpu.TilingTransform((8, line // itemsize)), plgpu.SwizzleTransform(line))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
