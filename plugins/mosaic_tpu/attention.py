@@ -1,24 +1,27 @@
-"""`attention` as a Mosaic TPU kernel: online softmax (Milakov and Gimelshein 2018) over blocks of keys (Dao et al. 2022).
+"""`attention` as a Mosaic TPU kernel: online softmax over blocks of keys (Milakov and Gimelshein; Dao et al. 2022).
 
 Scores are made transposed, keys down and query rows across, so that a softmax runs down sublanes and what belongs to
-a row is a vector of lanes, which broadcasts for free. Query rows go through in chunks; the products of one are made
-while the exponentials of the one before are, in one stretch of code that the compiler schedules:
+a row is a vector of lanes, which broadcasts for free. The values have a further channel of ones, whose sum is that of
+the weights. Work is cut into items, a block of keys and a chunk of query rows each, which go through three stages:
 
-    key [kv, H] @ query^T [H, chunk] ──► scores ──► top ──► weights = 2^(scores - top)
-                                                     │          │
-    acc^T [Hv, chunk] = acc^T * 2^(old top - top) ◄──┘  +  value^T [Hv, kv] @ weights
+    item w + 1   key [kv, H] @ query^T [H, chunk] ──► scores, in VMEM ──► top            matrix units
+    item w       weights = 2^(scores - top), in VMEM                                     vector and exponential units
+    item w - 1   acc^T [Hv + 1, chunk] = acc^T * 2^(old top - top) + value^T @ weights   matrix units
 
-A block that no row sees is neither computed nor copied. One that all rows see entirely has no masks. A row that has
-seen nothing has a total of 0, and gets 0 and a log-sum-exp of -inf after the last block.
+One turn of a loop does one stage of each of three items, so that no stage waits for the one before it and the units
+work side by side. Buffers need no second slot: a part of the weights is read before the next ones take its place, and
+so are scores. Keys and values of many blocks are in VMEM at once, and the loop runs over the blocks that some row
+sees: first those that all rows see entirely, which have no masks, then the others. A row that has seen nothing has a
+total of 0, and gets 0 and a log-sum-exp of -inf.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -27,11 +30,10 @@ from opmux.core.ops.attention import outputs as output_specs
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_tpu import attention_operands as lay
 from opmux.plugins.mosaic_tpu.attention_config import AttentionConfig
+from opmux.plugins.mosaic_tpu.attention_stages import LOWEST, Stages
 from opmux.plugins.mosaic_tpu.attention_tile import Exponent, Tile
-from opmux.plugins.mosaic_tpu.attention_tiling import Tiling, all_of, opposite, when
-
-LOWEST = float(np.finfo(np.float32).min)
-"""The top of a row that has seen nothing: what is hidden is lower, at -inf, and weighs 0 beside it."""
+from opmux.plugins.mosaic_tpu.attention_tiling import Scalar, Tiling, when
+from opmux.plugins.mosaic_tpu.dense_config import PACKED_ROWS, SUBLANES, round_up
 
 
 def attention(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -51,17 +53,21 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
             "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
         }
     tiling = Tiling.of(request, config.block_q, config.block_kv, config.chunk_q)
+    # A block of a bias or mask for each block of keys that is in VMEM would be too much.
+    held = 1 if tiling.selective else min(max(config.span_kv // tiling.kv, 1), tiling.grid[4])
+    spans = dataclasses.replace(tiling, kv=held * tiling.kv)
     dtype = lay.working_dtype(request["query"].dtype)
-    query, key, value = (lay.with_channels(operands[name].astype(dtype)) for name in ("query", "key", "value"))
+    query, key = (lay.with_channels(operands[name].astype(dtype)) for name in ("query", "key"))
+    value = _with_ones(operands["value"].astype(dtype))
     placed = {
         "query": lay.queries(tiling, query),
-        "key": lay.keys(tiling, key),
-        "value": lay.keys_along_lanes(tiling, value),
+        "key": lay.keys(spans, key),
+        "value": lay.keys_along_lanes(spans, value),
         **lay.masks(tiling, operands),
     }
-    B, T, N, channels = tiling.B, tiling.T, tiling.K * tiling.G, value.shape[3]
+    B, T, N, channels = tiling.B, tiling.T, tiling.K * tiling.G, max(tiling.Hv, 1)
     results = lay.call(
-        lambda prefetched, refs: _kernel(tiling, prefetched, refs),
+        lambda prefetched, refs: _kernel(tiling, held, config.part_kv, prefetched, refs),
         tiling,
         operands,
         placed,
@@ -71,10 +77,13 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
         },
         scratch={
             "top": pltpu.VMEM((1, tiling.q), jnp.float32),
-            "total": pltpu.VMEM((1, tiling.q), jnp.float32),
-            "acc": pltpu.VMEM((channels, tiling.q), jnp.float32),
+            "acc": pltpu.VMEM((value.shape[3], tiling.q), jnp.float32),
+            "scores": pltpu.VMEM((tiling.kv, tiling.chunk), jnp.float32),
+            "tops": pltpu.VMEM((SUBLANES, tiling.chunk), jnp.float32),
+            "weights": pltpu.VMEM((tiling.kv, tiling.chunk), dtype),
+            "rescale": pltpu.VMEM((1, tiling.chunk), jnp.float32),
         },
-        grid=tiling.grid,
+        grid=spans.grid,
         semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=config.vmem_limit_bytes,
         name="attention",
@@ -83,97 +92,64 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
     return {"out": out.astype(specs["out"].dtype), "lse": jnp.transpose(results["lse"][:, :, 0], (0, 2, 1))}
 
 
-def _kernel(tiling: Tiling, prefetched: tuple[Any, ...], refs: dict[str, Any]) -> None:
-    b, _, _, i, j = (pl.program_id(axis) for axis in range(5))
-    bounds = tiling.bounds(b, prefetched)
-    tile = Tile(tiling, refs, bounds, i, j)
-    runs = tiling.runs(i, j, bounds)
-    whole = tiling.whole(i, j, bounds)
+def _with_ones(value: jax.Array) -> jax.Array:
+    """The values, [B, S, K, Hv], with a channel of ones after their own, at `Hv`, and zeros that fill a tile."""
+    Hv = value.shape[3]
+    ones = jnp.ones((*value.shape[:3], 1), value.dtype)
+    fill = jnp.zeros((*value.shape[:3], round_up(Hv + 1, PACKED_ROWS // 2) - Hv - 1), value.dtype)
+    return jnp.concatenate([value, ones, fill], axis=3)
 
-    @pl.when(j == 0)
+
+def _kernel(tiling: Tiling, held: int, part_kv: int, prefetched: tuple[Any, ...], refs: dict[str, Any]) -> None:
+    b, _, _, i, step = (pl.program_id(axis) for axis in range(5))
+    steps = -(-tiling.grid[4] // held)
+    first_block: Scalar = step * held if steps > 1 else 0
+    bounds = tiling.bounds(b, prefetched)
+
+    @pl.when(step == 0)
     def _():
         refs["top"][...] = jnp.full(refs["top"].shape, LOWEST, jnp.float32)
-        refs["total"][...] = jnp.zeros(refs["total"].shape, jnp.float32)
         refs["acc"][...] = jnp.zeros(refs["acc"].shape, jnp.float32)
 
-    when(all_of([runs, whole]), lambda: _add_block(tile, masked=False))
-    when(all_of([runs, opposite(whole)]), lambda: _add_block(tile, masked=True))
+    first, low, high, last = tiling.ranges(i, bounds, first_block, held)
 
-    @pl.when(j == tiling.grid[4] - 1)
-    def _():
-        _finish(tile)
+    def whole(number: Scalar) -> Tile:
+        return Tile(tiling, refs, bounds, i, low + number, low + number - first_block)
 
+    def partial(number: Scalar) -> Tile:
+        # Those before the whole ones, then those after them.
+        before = low - first
+        j = (
+            first + number
+            if isinstance(before, int) and not before and isinstance(high, int) and high == low
+            else (
+                high + number
+                if isinstance(before, int) and not before
+                else jnp.where(number < before, first + number, high + number - before)
+            )
+        )
+        return Tile(tiling, refs, bounds, i, j, j - first_block)
 
-def _add_block(tile: Tile, masked: bool) -> None:
-    """Adds a block of keys to what the query rows of the block have seen."""
-    exponent = Exponent(tile.tiling.params, "bias" in tile.refs)
-    refs = tile.refs
-    key = refs["key"][...]
-    value, bad = _clean(tile, refs["value"][...]) if masked else (refs["value"][...], None)
-
-    def scores(rows: slice) -> jax.Array:
-        found, _ = exponent.scores(lay.product(key, refs["query"][:, rows], (1, 0)))
-        if "bias" in refs:
-            found = found + tile.bias(rows)
-        return jnp.where(tile.seen(rows), found, -jnp.inf) if masked else found
-
-    def weigh(rows: slice, scores: jax.Array) -> None:
-        old = refs["top"][:, rows]
-        top = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
-        weights = exponent.power(scores - top)
-        rescale = exponent.power(old - top)
-        refs["top"][:, rows] = top
-        refs["total"][:, rows] = refs["total"][:, rows] * rescale + jnp.sum(weights, axis=0, keepdims=True)
-        more = lay.product(value, weights.astype(value.dtype), (1, 0))
-        refs["acc"][:, rows] = refs["acc"][:, rows] * rescale + more
-
-    chunks = tile.chunks()
-    ahead = scores(chunks[0])
-    for number, rows in enumerate(chunks):
-        current = ahead
-        if number + 1 < len(chunks):
-            ahead = scores(chunks[number + 1])
-        weigh(rows, current)
-    if bad is not None:
-        _poison(tile, bad)
-
-
-def _clean(tile: Tile, value: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The values without what lies past the end; and, where keys may be hidden, without NaN, and where those were.
-
-    A weight of 0 does not hide a value: 0 * NaN is NaN.
-    """
-    value = tile.without_tail_keys(value, 1)
-    if not tile.tiling.hides:
-        return value, None
-    wide = value.astype(jnp.float32)
-    bad = wide * 0 != 0
-    return jnp.where(bad, 0, wide).astype(value.dtype), bad
-
-
-def _poison(tile: Tile, bad: jax.Array) -> None:
-    """Makes NaN what NaN and infinite values give, in the rows that see them."""
-    where = jnp.where(bad, 1.0, 0.0)
-
-    @pl.when(jnp.max(where) > 0)
-    def _():
-        dtype = tile.refs["value"].dtype
-        for rows in tile.chunks():
-            seen = jnp.where(tile.seen(rows), 1.0, 0.0).astype(dtype)
-            hit = lay.product(where.astype(dtype), seen, (1, 0)) > 0
-            tile.refs["acc"][:, rows] = jnp.where(hit, jnp.nan, tile.refs["acc"][:, rows])
+    Stages(tiling, refs, whole, part_kv, masked=False).run(high - low)
+    masked = Stages(tiling, refs, partial, part_kv, masked=True)
+    masked.run(low - first + last - high)
+    if tiling.hides:
+        masked.poison(low - first + last - high)
+    when(True if steps == 1 else step == steps - 1, lambda: _finish(Tile(tiling, refs, bounds, i, 0)))
 
 
 def _finish(tile: Tile) -> None:
     """Stores the quotients and log-sum-exps."""
-    refs = tile.refs
-    unit = Exponent(tile.tiling.params, "bias" in refs).unit
-    for rows in tile.chunks():
-        total = refs["total"][:, rows]
+    refs, tiling = tile.refs, tile.tiling
+    unit = Exponent(tiling.params, "bias" in refs).unit
+    channels = refs["out_out"].shape[0]
+    for chunk in range(tiling.chunks):
+        rows = tile.rows(chunk)
+        total = refs["acc"][tiling.Hv : tiling.Hv + 1, rows]
         some = total != 0
-        if tile.tiling.lengths:
-            some = some & tile.valid_rows(rows, total.shape)
+        if tiling.lengths:
+            some = some & tile.valid_rows(chunk, total.shape)
         total = jnp.where(some, total, 1)
         refs["out_lse"][:, rows] = jnp.where(some, refs["top"][:, rows] * (1 / unit) + jnp.log(total), -jnp.inf)
-        out = jnp.where(some, refs["acc"][:, rows] * (1 / total), 0)
+        out = jnp.where(some, refs["acc"][:channels, rows] * (1 / total), 0)
         refs["out_out"][:, rows] = out.astype(refs["out_out"].dtype)

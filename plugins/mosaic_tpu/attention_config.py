@@ -15,31 +15,39 @@ from opmux.plugins.mosaic_tpu.dense_config import LANES
 _MIB = 2**20
 
 
-class AttentionConfig(Config):
+class AttentionBlocks(Config):
     """Blocks of an attention. Each is a maximum: no block is longer than its axis, rounded up to 128.
 
     Attributes:
       block_q: query rows of a block.
       block_kv: keys of a block.
-      chunk_q: query rows whose scores are made at a time; those of one chunk are made while the exponentials of the
-        one before are.
+      chunk_q: query rows whose scores are made at a time, at most; a divisor of the block's is taken.
+      span_kv: keys that are in vector memory at once. Forward: with their values. Backward: with the cotangents of
+        both, in float32; more keys are taken one span after the other.
       vmem_limit_bytes: vector memory that the kernel may use.
     """
 
     block_q: int = Field(default=1024, gt=0, multiple_of=LANES)
     block_kv: int = Field(default=1024, gt=0, multiple_of=LANES)
-    chunk_q: int = Field(default=256, gt=0, multiple_of=LANES)
+    chunk_q: int = Field(default=512, gt=0, multiple_of=LANES)
+    span_kv: int = Field(default=4096, gt=0, multiple_of=LANES)
     vmem_limit_bytes: int = Field(default=16 * _MIB, gt=0)
 
 
-class AttentionVjpConfig(AttentionConfig):
-    """Blocks of the backward of an attention.
+class AttentionConfig(AttentionBlocks):
+    """Blocks of the forward of an attention.
 
     Attributes:
-      span_kv: keys whose cotangents stay in vector memory; more are taken one span after the other.
+      part_kv: keys of a block that the stages of the kernel take at a time.
     """
 
-    span_kv: int = Field(default=8192, gt=0, multiple_of=LANES)
+    part_kv: int = Field(default=256, gt=0, multiple_of=LANES)
+
+
+class AttentionVjpConfig(AttentionBlocks):
+    """Blocks of the backward of an attention."""
+
+    chunk_q: int = Field(default=256, gt=0, multiple_of=LANES)
 
 
 _TAKEN = {np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16)}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from opmux.core.ops.attention_mask import AttentionParams
 from opmux.plugins.mosaic_tpu.attention_tiling import Bounds, Scalar, Tiling
@@ -51,8 +52,9 @@ class Tile:
 
     Attributes:
       tiling: the tiling.
-      refs: refs of the blocks made by `masks`.
+      refs: refs of the blocks, by name.
       bounds: of the batch element.
+      place: the block's number among those of keys that the refs hold.
     """
 
     tiling: Tiling
@@ -60,22 +62,30 @@ class Tile:
     bounds: Bounds
     i: Scalar
     j: Scalar
+    place: Scalar = 0
 
-    def chunks(self) -> list[slice]:
-        """The chunks of query rows."""
-        size = self.tiling.chunk
-        return [slice(start, start + size) for start in range(0, self.tiling.q, size)]
+    def rows(self, chunk: Scalar) -> Any:
+        """Index of a chunk of query rows."""
+        return span(chunk, self.tiling.chunk)
 
-    def bias(self, rows: slice) -> jax.Array:
-        """The bias of some query rows; broadcasts to [kv, chunk]."""
-        return self._spread("bias", rows).astype(jnp.float32)
+    def keys(self, part: int = 0, size: int | None = None) -> Any:
+        """Index of the block's keys, or of a part of `size` of them."""
+        size = size or self.tiling.kv
+        return span(self.place * (self.tiling.kv // size) + part, size)
 
-    def seen(self, rows: slice, valid_rows: bool = False) -> jax.Array:
-        """Which keys some query rows see, [kv, chunk]; with `valid_rows`, rows that are no queries see none."""
+    def bias(self, chunk: Scalar, part: int = 0, size: int | None = None) -> jax.Array:
+        """The bias of a chunk of query rows and a part of the keys; broadcasts to [size, chunk]."""
+        return self._spread("bias", chunk, part, size).astype(jnp.float32)
+
+    def seen(self, chunk: Scalar, part: int = 0, size: int | None = None, *, valid_rows: bool = False) -> jax.Array:
+        """Which keys of a part a chunk of query rows sees, [size, chunk].
+
+        With `valid_rows`, rows that are no queries see none.
+        """
         tiling, params, bounds = self.tiling, self.tiling.params, self.bounds
-        shape = (tiling.kv, tiling.chunk)
+        shape = (size or tiling.kv, tiling.chunk)
         key, row = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        first_key, first_row = self.j * tiling.kv, self.i * tiling.q + rows.start
+        first_key, first_row = self.j * tiling.kv + part * shape[0], self.i * tiling.q + chunk * tiling.chunk
         seen: list[jax.Array] = []
         if tiling.lengths or tiling.S % tiling.kv:
             seen.append(key < bounds.kv - first_key)
@@ -88,47 +98,55 @@ class Tile:
             if params.right is not None:
                 seen.append(apart <= center + params.right)
         if "q_segments" in self.refs:
-            seen.append(self._spread("q_segments", rows) == self._spread("kv_segments", rows))
+            q, kv = (self._spread(name, chunk, part, size) for name in ("q_segments", "kv_segments"))
+            seen.append(q == kv)
         if "mask" in self.refs:
-            seen.append(jnp.broadcast_to(self._spread("mask", rows).astype(jnp.int32) != 0, shape))
+            mask = self._spread("mask", chunk, part, size).astype(jnp.int32)
+            seen.append(jnp.broadcast_to(mask != 0, shape))
         if "bias" in self.refs:
-            seen.append(jnp.broadcast_to(self.bias(rows) != -jnp.inf, shape))
+            seen.append(jnp.broadcast_to(self.bias(chunk, part, size) != -jnp.inf, shape))
         found = seen[0]
         for each in seen[1:]:
             found = found & each
         return found
 
-    def valid_keys(self, axis: int, shape: tuple[int, int]) -> jax.Array:
-        """Which keys are none of those that lie past the end, where anything may be; keys lie along `axis`."""
-        return lax.broadcasted_iota(jnp.int32, shape, axis) < self.bounds.kv - self.j * self.tiling.kv
-
-    def valid_rows(self, rows: slice, shape: tuple[int, int]) -> jax.Array:
-        """Which query rows, along lanes, are none of those that lie past the end."""
-        first = self.i * self.tiling.q + rows.start
-        return lax.broadcasted_iota(jnp.int32, shape, 1) < self.bounds.q - first
-
-    def without_tail_keys(self, array: jax.Array, axis: int) -> jax.Array:
-        """The block with 0 in place of what lies past the last key: a weight of 0 does not hide NaN."""
+    def without_tail_keys(self, array: jax.Array, axis: int, part: int = 0) -> jax.Array:
+        """A part of the block with 0 in place of what lies past the last key: a weight of 0 does not hide NaN."""
         tiling = self.tiling
         if not (tiling.lengths or tiling.S % tiling.kv):
             return array
-        wide = jnp.where(self.valid_keys(axis, array.shape), array.astype(jnp.float32), 0)
-        return wide.astype(array.dtype)
+        first = self.j * tiling.kv + part * array.shape[axis]
+        valid = lax.broadcasted_iota(jnp.int32, array.shape, axis) < self.bounds.kv - first
+        return jnp.where(valid, array.astype(jnp.float32), 0).astype(array.dtype)
 
-    def without_tail_rows(self, array: jax.Array, rows: slice) -> jax.Array:
+    def without_tail_rows(self, array: jax.Array, chunk: Scalar) -> jax.Array:
         """The chunk with 0 in place of what lies past the last query row, along lanes."""
         tiling = self.tiling
         if not (tiling.lengths or tiling.T % tiling.q):
             return array
-        return jnp.where(self.valid_rows(rows, array.shape), array.astype(jnp.float32), 0).astype(array.dtype)
+        return jnp.where(self.valid_rows(chunk, array.shape), array.astype(jnp.float32), 0).astype(array.dtype)
 
-    def _spread(self, name: str, rows: slice) -> jax.Array:
-        """The block of an operand for some query rows, with as many lanes as rows."""
+    def valid_rows(self, chunk: Scalar, shape: tuple[int, int]) -> jax.Array:
+        """Which query rows, along lanes, are none of those that lie past the end."""
+        first = self.i * self.tiling.q + chunk * self.tiling.chunk
+        return lax.broadcasted_iota(jnp.int32, shape, 1) < self.bounds.q - first
+
+    def _spread(self, name: str, chunk: Scalar, part: int, size: int | None) -> jax.Array:
+        """The block of an operand for a chunk of query rows and a part of the keys, with as many lanes as rows."""
         ref = self.refs[name]
-        return jnp.tile(ref[...], (1, self.tiling.chunk // LANES)) if self._column(name) else ref[:, rows]
+        if self._column(name):
+            return jnp.tile(ref[self.keys(part, size), :], (1, self.tiling.chunk // LANES))
+        return ref[:, self.rows(chunk)] if ref.shape[0] == 1 else ref[self.keys(part, size), self.rows(chunk)]
 
     def _column(self, name: str) -> bool:
         """Whether an operand has one number for a key, and copies of it along lanes."""
         if name in ("q_segments", "kv_segments"):
             return name == "kv_segments"
         return self.tiling.request[name].shape[2] == 1 and self.tiling.request[name].shape[3] > 1
+
+
+def span(number: Scalar, size: int) -> Any:
+    """Index of a block of `size` by its number."""
+    if isinstance(number, int):
+        return slice(number * size, (number + 1) * size)
+    return pl.ds(pl.multiple_of(number * size, size), size)

@@ -79,6 +79,11 @@ class Tiling:
         return self.B, self.K, self.G, -(-self.T // self.q), -(-self.S // self.kv)
 
     @property
+    def chunks(self) -> int:
+        """Chunks of a block of query rows."""
+        return self.q // self.chunk
+
+    @property
     def lengths(self) -> bool:
         """Whether operands say how many queries and keys are valid."""
         return "q_lengths" in self.request or "kv_lengths" in self.request
@@ -135,9 +140,7 @@ class Tiling:
             return True
         low, high = self.seen(i, bounds)
         conditions: list[Any] = [j * self.kv < high]
-        return all_of(
-            conditions if self.params.left is None else [*conditions, (j + 1) * self.kv > low, low < high]
-        )
+        return all_of(conditions if self.params.left is None else [*conditions, (j + 1) * self.kv > low, low < high])
 
     def whole(self, i: Scalar, j: Scalar, bounds: Bounds, rows: bool = False) -> Any:
         """Whether every row of query block `i` sees every key of block `j`; with `rows`, all rows must be valid too."""
@@ -154,6 +157,25 @@ class Tiling:
         if self.params.right is not None:
             conditions.append(apart + self.kv - 1 <= self.params.right)
         return all_of(conditions)
+
+    def ranges(self, i: Scalar, bounds: Bounds, first_block: Scalar, blocks: int) -> tuple[Scalar, ...]:
+        """Of `blocks` blocks of keys: some row of query block `i` sees those from the first bound to the last, and
+        every row those between the inner two.
+        """
+        low, high = self.seen(i, bounds)
+        first, last = quotient(low, self.kv), quotient(largest(high, 0) + (self.kv - 1), self.kv)
+        start = i * self.q + bounds.diagonal
+        low, high = 0, bounds.kv
+        if self.params.left is not None:
+            low = largest(start + (self.q - 1) - self.params.left, 0)
+        if self.params.right is not None:
+            high = largest(smallest(high, start + self.params.right + 1), 0)
+        whole = quotient(low + (self.kv - 1), self.kv), quotient(high, self.kv)
+        if self.selective:
+            whole = first, first
+        begin = clip(whole[0], first, last)
+        found = first, begin, clip(whole[1], begin, largest(last, begin)), largest(last, begin)
+        return tuple(clip(each, first_block, first_block + blocks) for each in found)
 
     def key_block(self, i: Scalar, j: Scalar, bounds: Bounds) -> Scalar:
         """The block of keys to hold at a step: a step that sees none stays where its neighbour is, and copies none."""

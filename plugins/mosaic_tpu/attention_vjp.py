@@ -183,11 +183,12 @@ def _add_block(tile: Tile, block: Any, masked: bool) -> None:
     key = refs["key"][...]
     if masked:
         key = tile.without_tail_keys(key, 0)
-    for rows in tile.chunks():
+    for chunk in range(tile.tiling.chunks):
+        rows = tile.rows(chunk)
         query, d_out = (refs[name][:, rows] for name in ("query", "d_out"))
-        weights, d_scores = weights_and_cotangents(tile, rows, masked=masked, of_products=True)
+        weights, d_scores = weights_and_cotangents(tile, chunk, masked=masked, of_products=True)
         if masked:
-            query, d_out = (tile.without_tail_rows(array, rows) for array in (query, d_out))
+            query, d_out = (tile.without_tail_rows(array, chunk) for array in (query, d_out))
         if "acc_value" in refs:
             refs["acc_value"][block, :] += lay.product(weights.astype(d_out.dtype), d_out, (1, 1))
         d_scores = d_scores.astype(query.dtype)

@@ -85,9 +85,9 @@ def _kernel(
         refs["acc"][...] = jnp.zeros(refs["acc"].shape, jnp.float32)
 
     def add() -> None:
-        for rows in tile.chunks():
-            _, d_scores = weights_and_cotangents(tile, rows, masked=True, of_products=False)
-            refs["acc"][:, rows] += d_scores
+        for chunk in range(tiling.chunks):
+            _, d_scores = weights_and_cotangents(tile, chunk, masked=True, of_products=False)
+            refs["acc"][:, tile.rows(chunk)] += d_scores
 
     def store() -> None:
         total = refs["acc"][...]
