@@ -67,14 +67,23 @@ class Plan:
         """Whether a block of the result is the sum of several products, of at most `chunk` terms each."""
         return math.prod(self.sums) > 1 or self.terms > chunk
 
-    def vmem_bytes(self, left: int, right: int, out: int) -> int:
+    @staticmethod
+    def tile(operand: Operand) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        rows, columns = (size for size in operand.block if size is not None)
+        return rows, columns
+
+    def vmem_bytes(self, itemsizes: tuple[int, int, int], pieces: tuple[int, int] = (0, 0)) -> int:
         """Vector memory of the blocks: two of each array, since one is copied while the other is used, and the sum.
 
         Args:
-          left, right, out: bytes of an element.
+          itemsizes: bytes of an element of the left factor, of the right one and of the result.
+          pieces: 16-bit copies of a block of the left and of the right factor.
         """
-        sizes = ((self.left, left), (self.right, right), (self.out, out))
-        return 2 * sum(_bytes(each.block, size) for each, size in sizes) + _bytes(self.out.block, 4)
+        arrays = (self.left, self.right, self.out)
+        copied = sum(2 * tile_bytes(self.tile(each), size) for each, size in zip(arrays, itemsizes, strict=True))
+        split = sum(count * tile_bytes(self.tile(each), 2) for each, count in zip(arrays, pieces, strict=False))
+        return copied + split + tile_bytes(self.tile(self.out), 4)
 
     @property
     def tail(self) -> int:
@@ -141,10 +150,9 @@ def block_length(size: int, most: int, multiple: int) -> int:
     return min(size, round_up(most, multiple))
 
 
-def _bytes(block: tuple[int | None, ...], itemsize: int) -> int:
-    """Bytes that a block takes in whole tiles."""
-    rows, columns = (size for size in block if size is not None)
-    return round_up(rows, packed_rows(itemsize)) * round_up(columns, LANES) * itemsize
+def tile_bytes(tile: tuple[int, int], itemsize: int) -> int:
+    """Bytes that rows and columns take in whole tiles of memory."""
+    return round_up(tile[0], packed_rows(itemsize)) * round_up(tile[1], LANES) * itemsize
 
 
 def packed_rows(itemsize: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,11 +15,10 @@ from opmux.core.devices import Device
 from opmux.core.implementation import Rejection
 from opmux.core.ops.matmul import MatmulParams, Precision
 from opmux.core.request import Request
+from opmux.plugins.mosaic_tpu import matmul_tuning
 from opmux.plugins.mosaic_tpu.dense_config import LANES, SUBLANES
-from opmux.plugins.mosaic_tpu.matmul_blocks import Plan, plan
-from opmux.plugins.mosaic_tpu.matmul_layout import Layout, layout
-
-_MIB = 2**20
+from opmux.plugins.mosaic_tpu.matmul_layout import Shape, layout
+from opmux.plugins.mosaic_tpu.matmul_pieces import count_pieces, products_of_pieces
 
 
 class MatmulConfig(Config):
@@ -129,10 +129,64 @@ def _reject_precision(precision: Precision) -> list[Rejection]:
 
 
 def default_matmul_config(request: Request, device: Device) -> MatmulConfig:
-    """To come."""
-    return MatmulConfig(int8_unit=device.peak("s8") > device.peak("bf16"))
+    """Blocks by the model of `matmul_tuning`."""
+    where = layout(request["a"].shape, request["b"].shape)
+    if 0 in (*where.left, *where.right):
+        return MatmulConfig()
+    params: MatmulParams = request.params
+    given = request["a"].dtype
+    as_is = device.peak("s8") > device.peak("bf16")
+    m, n, k = _blocks(
+        (where.left, where.right, where.out), (given, given, params.dtype), params.precision, device,
+        right_transposed=where.turned, int8_as_is=as_is and params.dtype.kind == "i",
+    )  # fmt: skip
+    return MatmulConfig(block_m=m, block_n=n, block_k=k, int8_unit=as_is)
 
 
 def default_matmul_vjp_config(request: Request, device: Device) -> MatmulVjpConfig:
-    """To come."""
-    return MatmulVjpConfig()
+    """Blocks by the model of `matmul_tuning`, for each of the two products."""
+    where = layout(request["a"].shape, request["b"].shape)
+    if 0 in (*where.left, *where.right):
+        return MatmulVjpConfig()
+    params: MatmulParams = request.params
+    given, d_out = request["a"].dtype, request["d_out"].dtype
+    of_left = _blocks(
+        (where.out, where.right, where.left), (d_out, given, given), params.precision, device,
+        right_transposed=not where.turned,
+    )  # fmt: skip
+    shapes, dtypes = (
+        ((where.out, where.left), (d_out, given)) if where.turned else ((where.left, where.out), (given, d_out))
+    )
+    of_right = _blocks((*shapes, where.right), (*dtypes, given), params.precision, device, left_transposed=True)
+    names = [f"{which}_block_{axis}" for which in ("da", "db") for axis in "mnk"]
+    return MatmulVjpConfig(**dict(zip(names, (*of_left, *of_right), strict=True)))
+
+
+def _blocks(
+    shapes: tuple[Shape, Shape, Shape],
+    dtypes: tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]],
+    precision: Precision,
+    device: Device,
+    *,
+    left_transposed: bool = False,
+    right_transposed: bool = False,
+    int8_as_is: bool = False,
+) -> tuple[int, int, int]:
+    """Rows, columns and terms of a block of a product of arrays of these shapes and dtypes: left, right and result."""
+    left, right, out = shapes
+    rows, terms = left[-2:][:: -1 if left_transposed else 1]
+    full = math.prod(map(max, left[:-2], right[:-2]))
+    kept = math.prod(out[:-2])
+    pieces = count_pieces(dtypes[:2], unit_precision(precision) or lax.Precision.DEFAULT, int8_as_is)
+    sizes = matmul_tuning.Sizes(
+        rows=rows,
+        columns=right[-2 if right_transposed else -1],
+        terms=terms,
+        batch=kept,
+        summed=full // kept,
+        itemsizes=(dtypes[0].itemsize, dtypes[1].itemsize, dtypes[2].itemsize),
+        pieces=pieces,
+        products=len(list(products_of_pieces(max(1, pieces[0]), max(1, pieces[1])))),
+        lanes=left_transposed,
+    )
+    return matmul_tuning.blocks(sizes, device)

@@ -62,4 +62,6 @@ def layout(a: Shape, b: Shape) -> Layout:
     right = tuple(math.prod(n for _, n in sizes) for _, sizes in groups)
     out = tuple(map(max, left, right))
     columns = M if turned else N
-    return Layout((*left, rows, K), (*right, *((columns, K) if turned else (K, columns))), (*out, rows, columns), turned)
+    return Layout(
+        (*left, rows, K), (*right, *((columns, K) if turned else (K, columns))), (*out, rows, columns), turned
+    )

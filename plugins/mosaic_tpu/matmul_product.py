@@ -1,12 +1,15 @@
 """The kernel of products, for `matmul` and both of its cotangents.
 
-    left [*Bl, P, R] ──► block [p, r] ─┐
-                                       ├─► matrix unit ──► acc [p, q] float32 ──► out block [p, q] ──► out [*B, P, Q]
-    right [*Br, R, Q] ─► block [r, q] ─┘    one product     over terms and         rounded once
-                                                            summed batch axes
-The first product is stored, the next ones are added, and the last one goes to the result by way of registers; a sum
-that has one product only needs no accumulator. What lies past the end of the terms in the last block is not read.
-A transposed factor is transposed on its way into the matrix unit.
+    left [*Bl, P, R] ──► block [p, r] ──► pieces ─┐
+                                                  ├─► matrix units ──► acc [p, q] ──► out block [p, q] ──► out
+    right [*Br, R, Q] ─► block [r, q] ──► pieces ─┘   some columns     over terms     rounded once     [*B, P, Q]
+                                                      and terms at     and summed
+                                                      a time           batch axes
+
+The first product is stored, the next ones are added, and the last one goes to the result by way of registers. What
+lies past the end of the terms in the last block is not read. A transposed factor is transposed on its way into the
+matrix units. These hold some columns and terms of the right factor while all rows of the left one pass: so the sum
+lies in vector memory, and no registers are spilled whatever the blocks are. See `matmul_pieces` for the pieces.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core import compat
 from opmux.plugins.mosaic_tpu.matmul_blocks import Plan, plan
+from opmux.plugins.mosaic_tpu.matmul_pieces import count_pieces, products_of_pieces
+from opmux.plugins.mosaic_tpu.matmul_split import split
+
+_SPARE = 2 * 2**20
+"""Vector memory beside the blocks, for what the compiler keeps there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
@@ -37,15 +46,14 @@ class Product:
       most: rows, columns and terms of a block, at most.
       vmem_limit_bytes: vector memory that the kernel may use; None for what the blocks need.
       left_transposed, right_transposed: the factor has its last two axes swapped.
-      chunk: columns and terms of the right factor that are multiplied at a time. Up to 1024 products of int8 have a
-        sum that is exact in float32.
-      int8_unit: int8 is multiplied as it is; otherwise as bfloat16, which is exact.
+      chunk: columns and terms of the right factor that are multiplied at a time.
+      int8_unit: int8 is multiplied as it is; otherwise as bfloat16.
       name: of the kernel.
     """
 
     batch: tuple[int, ...]
     dtype: np.dtype[Any]
-    precision: lax.Precision | None
+    precision: lax.Precision
     most: tuple[int, int, int]
     vmem_limit_bytes: int | None = None
     left_transposed: bool = False
@@ -66,34 +74,65 @@ class Product:
             right_transposed=self.right_transposed,
             itemsize=min(left.dtype.itemsize, self.dtype.itemsize),
         )
-        common = np.dtype(jnp.promote_types(left.dtype, right.dtype))
-        acc = np.dtype(np.int32 if common.kind == self.dtype.kind == "i" else np.float32)
-        needed = where.vmem_bytes(left.dtype.itemsize, right.dtype.itemsize, self.dtype.itemsize)
-        block = tuple(size for size in where.out.block if size is not None)
+        acc = np.dtype(np.int32 if left.dtype.kind == self.dtype.kind == "i" else np.float32)
+        as_is = self.int8_unit and acc.kind == "i"
+        pieces = count_pieces((left.dtype, right.dtype), self.precision, as_is)
+        itemsizes = (left.dtype.itemsize, right.dtype.itemsize, self.dtype.itemsize)
+        scratch = [
+            pltpu.VMEM((number, *tile), jnp.bfloat16)
+            for number, tile in zip(pieces, self._tiles_of_pieces(where), strict=True)
+            if number
+        ]
+        if where.accumulates(self.chunk) or max(pieces) > 1:
+            scratch.append(pltpu.VMEM(where.tile(where.out), acc))
         return pl.pallas_call(
-            functools.partial(_product_kernel, where=where, what=self, common=common, acc=acc),
+            functools.partial(_product_kernel, where=where, what=self, pieces=pieces, acc=acc),
             grid=where.grid,
             in_specs=[pl.BlockSpec(each.block, each.index) for each in (where.left, where.right)],
             out_specs=pl.BlockSpec(where.out.block, where.out.index),
             out_shape=jax.ShapeDtypeStruct(
                 where.out.shape, self.dtype, manual_axis_type=jax.typeof(left).manual_axis_type
             ),
-            scratch_shapes=[pltpu.VMEM(block, acc)] if where.accumulates(self.chunk) else [],
+            scratch_shapes=scratch,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",) * where.parallel + ("arbitrary",) * len(where.sums),
-                vmem_limit_bytes=self.vmem_limit_bytes or needed + needed // 4 + 2**22,
-                # `plan` gives no block that begins past the end of its array, and the kernel reads whole blocks.
+                vmem_limit_bytes=self.vmem_limit_bytes or where.vmem_bytes(itemsizes, pieces) + _SPARE,
+                # `plan` gives no block that begins past the end of its array, and the kernel reads within blocks.
                 disable_bounds_checks=True,
             ),
             name=self.name,
         )(left, right)
 
+    def _tiles_of_pieces(self, where: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of pieces: those of a transposed left factor are not."""
+        rows, columns = where.tile(where.left)
+        return (columns, rows) if self.left_transposed else (rows, columns), where.tile(where.right)
+
 
 def _product_kernel(
-    left_ref: Any, right_ref: Any, out_ref: Any, *scratch: Any, where: Plan, what: Product, common: Any, acc: Any
+    left_ref: Any,
+    right_ref: Any,
+    out_ref: Any,
+    *scratch: Any,
+    where: Plan,
+    what: Product,
+    pieces: tuple[int, int],
+    acc: np.dtype[Any],
 ) -> None:
-    refs = (left_ref, right_ref, out_ref, scratch[0] if scratch else None)
-    multiply = functools.partial(_multiply, *refs, what=what, common=common, acc=acc)
+    rest = list(scratch)
+    left_refs = split(left_ref, rest.pop(0), what.left_transposed) if pieces[0] else [left_ref]
+    right_refs = split(right_ref, rest.pop(0), False) if pieces[1] else [right_ref]
+    multiply = functools.partial(
+        _multiply,
+        left_refs,
+        right_refs,
+        out_ref,
+        rest[0] if rest else None,
+        left_transposed=what.left_transposed and not pieces[0],
+        right_transposed=what.right_transposed,
+        chunk=what.chunk,
+        acc=acc,
+    )
     count = math.prod(where.sums)
     if count == 1:
         multiply(where.terms, first=True, last=True)
@@ -114,49 +153,50 @@ def _product_kernel(
 
 
 def _multiply(
-    left_ref: Any,
-    right_ref: Any,
+    left_refs: list[Any],
+    right_refs: list[Any],
     out_ref: Any,
     acc_ref: Any,
     terms: int,
     *,
-    what: Product,
-    common: Any,
-    acc: Any,
+    left_transposed: bool,
+    right_transposed: bool,
+    chunk: int,
+    acc: np.dtype[Any],
     first: bool = False,
     last: bool = False,
 ) -> None:
-    """Adds the product of the first terms of two blocks, as much at a time as the matrix units hold of the right one."""
+    """Adds the product of the first terms of two blocks to the sum, or to the result."""
     q = out_ref.shape[-1]
-    for column in range(0, q, what.chunk):
-        columns = pl.ds(column, min(what.chunk, q - column))
-        for term in range(0, terms, what.chunk):
-            some = pl.ds(term, min(what.chunk, terms - term))
-            left = left_ref[some, :] if what.left_transposed else left_ref[:, some]
-            right = right_ref[columns, some] if what.right_transposed else right_ref[some, columns]
-            total = _dot(_factor(left, common, acc, what), _factor(right, common, acc, what), what, acc)
-            if not (first and term == 0):
+    for column in range(0, q, chunk):
+        columns = pl.ds(column, min(chunk, q - column))
+        parts = [
+            (left_refs[left], right_refs[right], pl.ds(term, min(chunk, terms - term)))
+            for term in range(0, terms, chunk)
+            for left, right in products_of_pieces(len(left_refs), len(right_refs))
+        ]
+        for number, (left, right, some) in enumerate(parts):
+            total = _dot(
+                left[some, :] if left_transposed else left[:, some],
+                right[columns, some] if right_transposed else right[some, columns],
+                (int(not left_transposed), int(right_transposed)),
+            )
+            total = total.astype(acc)  # int8 that went through bfloat16 wraps as integers do
+            if not (first and number == 0):
                 total = acc_ref[:, columns] + total
-            if last and term + what.chunk >= terms:
+            if last and number == len(parts) - 1:
                 out_ref[:, columns] = total.astype(out_ref.dtype)
             else:
                 acc_ref[:, columns] = total
 
 
-def _dot(left: jax.Array, right: jax.Array, what: Product, acc: Any) -> jax.Array:
-    """A product of whole registers, summed exactly where it is one of integers."""
-    contracted = ((int(not what.left_transposed),), (int(what.right_transposed),))
+def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """The product of two blocks over one axis of each, in float32, or int32 for int8."""
     return lax.dot_general(
         left,
         right,
-        (contracted, ((), ())),
-        precision=what.precision if left.dtype == np.float32 else None,
+        ((axes[:1], axes[1:]), ((), ())),
+        precision=lax.Precision.DEFAULT,  # whatever `jax.default_matmul_precision` is: pieces are as precise as asked
+        # Of up to 1024 products of int8 the sum is exact in float32 too.
         preferred_element_type=np.int32 if left.dtype == np.int8 else np.float32,
-    ).astype(acc)
-
-
-def _factor(block: jax.Array, common: Any, acc: Any, what: Product) -> jax.Array:
-    """A block as the matrix units take it: int8 as bfloat16 where they do not take it as it is, or floats are summed."""
-    if common.kind == "i" and not (what.int8_unit and acc.kind == "i"):
-        return block.astype(np.float32).astype(jnp.bfloat16)
-    return block.astype(common)
+    )

@@ -148,6 +148,31 @@ def test_int8_is_exact(run, native, wanted):
     check(run, a, b, config, **options)
 
 
+def error_of(run, precision):
+    a, b = normal(21, 300), normal(300, 130)
+    wide = a.astype(np.float64) @ b.astype(np.float64)
+    return np.abs(np.asarray(run("matmul")(a, b, config=SMALL, precision=precision)) - wide).max() / np.abs(wide).max()
+
+
+def test_a_precision_is_so_many_pieces(run):
+    """The kernel makes the pieces itself, so the simulator shows what they are worth."""
+    assert 1e-6 < error_of(run, "high") < 5e-5
+    assert error_of(run, "highest") < 1e-6
+
+
+def test_infinity_and_nan_at_the_highest_precision(run):
+    a, b = normal(5, 300), normal(300, 7)
+    a[2, 3], b[140, 1] = np.nan, np.inf
+    check(run, a, b, SMALL, precision="highest")
+
+
+def test_a_default_of_jax_counts_once(run):
+    a, b = normal(21, 300), normal(300, 130)
+    with jax.default_matmul_precision("highest"):
+        check(run, a, b, SMALL)
+        check_vjp(a, b, SMALL_VJP)
+
+
 def test_only_what_is_wanted_is_computed():
     a, b = normal(19, 140), normal(140, 130)
     for wanted in (("a",), ("b",)):
