@@ -123,23 +123,17 @@ def kernel_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def vmem_bytes(request: Request, sizes: Sizes, *, backward: bool) -> int:
-    """Vector memory that the buffers of a kernel take, each of them twice, and its scratch."""
+    """Vector memory that a kernel takes: two blocks of each array, and scratch."""
     dtype = kernel_dtype(request["k"].dtype)
-    states_dtype = F32 if request.params.states_in_fp32 else dtype
+    stored = F32 if request.params.states_in_fp32 else dtype
     bt, bh, K, V = sizes.bt, sizes.bh, sizes.K, sizes.bv
-    state = padded_bytes((bh, K, V), F32)
-    keys, values = padded_bytes((bt, bh, K), dtype), padded_bytes((bt, bh, V), dtype)
-    gates = {name: padded_bytes((bt, bh, size), F32) for name, size in (("gk", K), ("gv", V)) if name in request}
-    scalars = padded_bytes((bh, bt + 1), F32) if "g" in request or "g_gamma" in request else 0
-    streams = keys + values + sum(gates.values()) + scalars
+    state, stored_state = padded_bytes((bh, K, V), F32), padded_bytes((bh, K, V), stored)
+    gates = [(size, F32) for name, size in (("gk", K), ("gv", V)) if name in request]
+    channels = [(K, dtype), (V, dtype), *gates]
+    tokens = sum(padded_bytes((bt, bh, size), each) for size, each in channels)
+    rows = sum(padded_bytes((bh, bt, size), each) for size, each in channels)
+    sums = sum(padded_bytes((bt, bh, size), each) for size, each in gates) if sizes.raw else 0
+    tokens += padded_bytes((bh, bt + 1), F32) if "g" in request or "g_gamma" in request else 0
     if backward:
-        # Cotangents have the sizes of what they are of; the states are those before and after a chunk.
-        buffers = 2 * (2 * streams + 2 * state + padded_bytes((bh, K, V), states_dtype)) + 2 * state
-        return (
-            buffers
-            + 2 * state
-            + 2 * sum(gates.values())
-            + padded_bytes((bt, bh, K), F32)
-            + padded_bytes((bt, bh, V), F32)
-        )
-    return 2 * (streams + padded_bytes((bh, K, V), states_dtype) + 2 * state) + state + sum(gates.values())
+        return 2 * (2 * tokens + 3 * state + stored_state) + state + 2 * rows + sums
+    return 2 * (tokens + 2 * state + stored_state) + state + rows + sums

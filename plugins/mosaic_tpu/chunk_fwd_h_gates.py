@@ -158,12 +158,14 @@ class ChannelGate:
     window: Window
     totals: Any
 
-    def exponents(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array]:
-        """Of the tokens of a head `[bt, D]`, and of its state `[1, D]`, for some of its channels."""
-        rows = self.rows[head, :, channels]
+    def total(self, head: Any, channels: Any) -> jax.Array:
+        """Exponents of the state of a head `[1, D]`, for some of its channels."""
         if self.totals is not None:
-            return self.window.keep(rows), self.totals[pl.ds(head, 1), channels]
+            return self.totals[pl.ds(head, 1), channels]
         total = self.rows[head, self.window.last(self.rows.shape[1]), channels]
-        if not self.window.full:
-            total = jnp.where(self.window.end > self.window.begin, total, 0.0)
-        return self.window.keep(total - rows), total
+        return total if self.window.full else jnp.where(self.window.end > self.window.begin, total, 0.0)
+
+    def after(self, head: Any, channels: Any) -> jax.Array:
+        """Exponents of the tokens of a head `[bt, D]`, for some of its channels."""
+        rows = self.rows[head, :, channels]
+        return self.window.keep(rows if self.totals is not None else self.total(head, channels) - rows)

@@ -33,16 +33,17 @@ def rows_scratch(arrays: Mapping[str, Any], sizes: Sizes, prefix: str = "") -> d
 def to_heads(tokens: Any, heads: Any) -> None:
     """Tokens `[bt, bh, D]` or `[1, bt, bh, D]` in memory, by head `[bh, bt, D]`.
 
-    Mosaic loads a block turned where that is all of an allocation, as `[1, bt, bh, D]` is. A slot of a buffer is
-    turned in registers, some tokens at a time, so that there are enough of them.
+    Mosaic loads a block turned where that is all of an allocation, as `[1, bt, bh, 128]` is. A slot of a buffer, or
+    more channels, are turned in registers, some tokens at a time, so that there are enough of them.
     """
     if not _turns(heads.shape):
         tokens = tokens.at[0] if len(tokens.shape) == 4 else tokens
         for head in range(heads.shape[0]):
             heads[head] = tokens[:, head, :]
-    elif len(tokens.shape) == 4:
+    elif len(tokens.shape) == 4 and heads.shape[2] == LANES:
         heads[...] = jnp.transpose(tokens[...], (0, 2, 1, 3))[0]
     else:
+        tokens = tokens.at[0] if len(tokens.shape) == 4 else tokens
         for some in _slabs(heads.shape[1]):
             heads[:, some, :] = jnp.swapaxes(tokens[some], 0, 1)
 

@@ -11,7 +11,7 @@ value channels are computed in tiles of 128 x 128, which depend on nothing in ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,32 +53,34 @@ class Chunk:
           state: states of all heads, float32 `[bh, K, V]` in memory.
           stored: where to put the state before the chunk, `[bh, K, V]` in memory.
         """
-        keys = [self._keys(head, channels) for channels in tiles(state.shape[1])]
-        for j in tiles(state.shape[2]):
-            values, of_columns = self._values(head, j)
-            for i, (rows, of_rows) in zip(tiles(state.shape[1]), keys, strict=True):
-                before = state[head, i, j]
-                if stored is not None:
-                    stored[head, i, j] = before.astype(stored.dtype)
-                state[head, i, j] = decay(before, of_rows, of_columns) + product(rows, values, self.k.dtype)
 
-    def _keys(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array | None]:
+        def tile(i: Any, j: Any) -> None:
+            rows, of_rows = self._keys(head, i)
+            values, of_columns = self._values(head, j)
+            before = state[head, i, j]
+            if stored is not None:
+                stored[head, i, j] = before.astype(stored.dtype)
+            state[head, i, j] = decay(before, of_rows, of_columns) + product(rows, values, self.k.dtype)
+
+        for_tiles(state.shape[1], lambda i: for_tiles(state.shape[2], lambda j: tile(i, j)))
+
+    def _keys(self, head: Any, channels: Any) -> tuple[jax.Array, jax.Array | None]:
         """Decayed keys, transposed `[K, bt]`, and exponents of the rows of the state `[1, K]`."""
         keys, total = self.window.keep(self.k[head, :, channels]), None
         if self.gk is not None:
-            after, total = self.gk.exponents(head, channels)
-            keys = keys * jnp.exp(after)
+            total = self.gk.total(head, channels)
+            keys = keys * jnp.exp(self.gk.after(head, channels))
         keys = keys.T
         if self.scalars is not None:
             keys = keys * jnp.exp(self.scalars[pl.ds(head, 1), : self.k.shape[1]])
         return keys, total
 
-    def _values(self, head: Any, channels: slice) -> tuple[jax.Array, jax.Array | None]:
+    def _values(self, head: Any, channels: Any) -> tuple[jax.Array, jax.Array | None]:
         """Decayed values `[bt, V]`, and exponents of the columns of the state `[1, V]` or `[1, 1]`."""
         values, total = self.window.keep(self.v[head, :, channels]), None
         if self.gv is not None:
-            after, total = self.gv.exponents(head, channels)
-            values = values * jnp.exp(after)
+            total = self.gv.total(head, channels)
+            values = values * jnp.exp(self.gv.after(head, channels))
         if self.scalars is not None:
             scalar = self.scalars[pl.ds(head, 1), self.k.shape[1] :]
             total = scalar if total is None else total + scalar
@@ -88,6 +90,15 @@ class Chunk:
 def tiles(channels: int) -> list[slice]:
     """Channels in groups of 128."""
     return [slice(first, min(first + LANES, channels)) for first in range(0, channels, LANES)]
+
+
+def for_tiles(channels: int, run: Callable[[Any], None]) -> None:
+    """Runs groups of 128 channels one after another, apart for the compiler, which would run out of registers."""
+    whole = channels // LANES if channels > LANES else 0
+    if whole > 1:
+        lax.fori_loop(0, whole, lambda tile, _: run(pl.ds(pl.multiple_of(tile * LANES, LANES), LANES)), None)
+    for some in tiles(channels)[0 if whole == 1 else whole :]:
+        run(some)
 
 
 def decay(state: jax.Array, of_rows: jax.Array | None, of_columns: jax.Array | None) -> jax.Array:

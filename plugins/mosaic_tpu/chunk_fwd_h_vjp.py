@@ -123,7 +123,7 @@ def _fixed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
             return refs["d_h"][at].astype(jnp.float32)
 
         every = d_stored if "d_h" in refs and sizes.per_split == 1 else None
-        for_heads(sizes.bh, sizes.at_once, lambda head: pullback.retreat(head, d_state, every))
+        pullback.retreat(sizes.bh, sizes.at_once, d_state, every)
         pullback.finish()
 
         if "d_h" in refs and sizes.per_split > 1:

@@ -24,7 +24,7 @@ from opmux.core.request import Operands, Outputs
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, block, whole_blocks
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads, rows_scratch
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, rows_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import Layout, index_table, layout
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_vjp_step import Pullback
@@ -187,7 +187,7 @@ def _kernel(
             return jnp.where(stores == 1, here["d_h"][at].astype(jnp.float32), 0.0)
 
         every = d_stored if "d_h" in inputs else None
-        for_heads(sizes.bh, sizes.at_once, lambda head: pullback.retreat(head, d_state, every))
+        pullback.retreat(sizes.bh, sizes.at_once, d_state, every)
         pullback.finish()
 
         rows_out.start(field("start", words) + first, first, length, slot)

@@ -23,16 +23,15 @@ from jax.experimental import pallas as pl
 
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import SUBLANES
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, sum_before
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import to_tokens
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import for_heads, to_tokens
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import Chunk, decay, tiles
 
 
 class _Side(NamedTuple):
-    """Keys or values of a head, some of their channels: as they are, their decay, and that of the state's."""
+    """Keys or values of a head, some of their channels, and their decay."""
 
     rows: jax.Array
     scale: jax.Array | None
-    total: jax.Array | None
 
     def scaled(self, rows: jax.Array) -> jax.Array:
         return rows if self.scale is None else rows * self.scale
@@ -56,51 +55,81 @@ class Pullback:
     out: Mapping[str, Any]
     scratch: Mapping[str, Any]
 
-    def retreat(self, head: Any, d_state: Any, d_stored: Any | None) -> None:
-        """Makes the cotangent of the state of a head the one before the chunk.
+    def retreat(self, heads: int, at_once: int, d_state: Any, d_stored: Any | None) -> None:
+        """Makes the cotangents of states those before the chunk, and notes those of tokens on the way.
 
         Args:
-          head: the head.
+          heads: number of heads.
+          at_once: heads whose work the compiler may interleave.
           d_state: cotangents of the states of all heads, float32 `[bh, K, V]` in memory.
-          d_stored: a function from two slices of channels to the cotangent `[K, V]` of the state as it was stored.
+          d_stored: a function from a head and two slices of channels to the cotangent of the state as it was stored.
         """
-        _, K, V = d_state.shape
-        keys, values = [self._keys(head, i) for i in tiles(K)], [self._values(head, j) for j in tiles(V)]
-        d_keys: list[Any] = [0.0] * len(keys)
-        d_values: list[Any] = [0.0] * len(values)
-        d_rows: list[Any] = [0.0] * len(keys)
-        d_columns: list[Any] = [0.0] * len(values)
-        for j, value in enumerate(values):
-            for i, key in enumerate(keys):
-                at = (head, tiles(K)[i], tiles(V)[j])
-                d_after = d_state[at]
-                d_keys[i] += self._times(value.scaled(value.rows), d_after, 1)
-                d_values[j] += self._times(key.scaled(key.rows), d_after, 0)
-                d_before = decay(d_after, key.total, value.total)
-                if self.states is not None:
-                    d_total = d_before * self.states[at]
-                    d_columns[j] += jnp.sum(d_total, axis=0, keepdims=True)
-                    if "gk" in self.out:
-                        d_rows[i] += _sum_of_lanes(d_total)
-                d_state[at] = d_before if d_stored is None else d_before + d_stored(*at)
+        # One loop after another, since all of it at once takes more registers than there are.
+        for_heads(heads, at_once, lambda head: self._of_keys(head, d_state))
+        for_heads(heads, at_once, lambda head: self._of_values(head, d_state))
+        for_heads(heads, at_once, lambda head: self._of_state(head, d_state, d_stored))
 
+    def _of_keys(self, head: Any, d_state: Any) -> None:
+        """Cotangents of the keys, and of the sums of gates after each token that act on them."""
+        K, V = d_state.shape[1:]
         d_scalars: Any = 0.0
-        for i, key in enumerate(keys):
-            d_key = key.scaled(d_keys[i])
-            self._write("k", head, tiles(K)[i], d_key)
+        for i in tiles(K):
+            found: Any = 0.0
+            for j in tiles(V):
+                value = self._values(head, j)
+                found += self._times(value.scaled(value.rows), d_state[head, i, j], 1)
+            key = self._keys(head, i)
+            d_keys = key.scaled(found)
+            self._write("k", head, i, d_keys)
+            d_after = key.rows * d_keys
             if "gk" in self.out:
-                self._pull("gk", self.chunk.gk, head, tiles(K)[i], key.rows * d_key, d_rows[i])
+                self._write_sums("gk", self.chunk.gk, head, i, d_after)
             if "scalars" in self.out:
-                d_scalars += _sum_of_lanes(key.rows * d_key)
-        for j, value in enumerate(values):
-            d_value = value.scaled(d_values[j])
-            self._write("v", head, tiles(V)[j], d_value)
-            if "gv" in self.out:
-                self._pull("gv", self.chunk.gv, head, tiles(V)[j], value.rows * d_value, d_columns[j])
+                d_scalars += _sum_of_lanes(d_after)
         if "scalars" in self.out:
-            bt = self.chunk.k.shape[1]
-            self.out["scalars"][pl.ds(head, 1), :bt] = d_scalars
-            self.out["scalars"][pl.ds(head, 1), bt:] = sum(jnp.sum(d, axis=1, keepdims=True) for d in d_columns)
+            self.out["scalars"][pl.ds(head, 1), : self.chunk.k.shape[1]] = d_scalars
+
+    def _of_values(self, head: Any, d_state: Any) -> None:
+        """Cotangents of the values, and of the sums of `gv` after each token."""
+        if "v" not in self.out and "gv" not in self.out:
+            return
+        K, V = d_state.shape[1:]
+        for j in tiles(V):
+            found: Any = 0.0
+            for i in tiles(K):
+                key = self._keys(head, i)
+                found += self._times(key.scaled(key.rows), d_state[head, i, j], 0)
+            value = self._values(head, j)
+            d_values = value.scaled(found)
+            self._write("v", head, j, d_values)
+            if "gv" in self.out:
+                self._write_sums("gv", self.chunk.gv, head, j, value.rows * d_values)
+
+    def _of_state(self, head: Any, d_state: Any, d_stored: Any | None) -> None:
+        """Cotangents of the state before the chunk, and of the sums of gates over it."""
+        K, V = d_state.shape[1:]
+        rows: list[Any] = [0.0] * len(tiles(K))
+        d_scalar: Any = 0.0
+        for j in tiles(V):
+            of_columns, columns = self._total_of_values(head, j), jnp.zeros((1, j.stop - j.start), jnp.float32)
+            for number, i in enumerate(tiles(K)):
+                of_rows = None if self.chunk.gk is None else self.chunk.gk.total(head, i)
+                d_before = decay(d_state[head, i, j], of_rows, of_columns)
+                if self.states is not None:
+                    d_total = d_before * self.states[head, i, j]
+                    columns += jnp.sum(d_total, axis=0, keepdims=True)
+                    if "gk" in self.out:
+                        rows[number] += _sum_of_lanes(d_total)
+                d_state[head, i, j] = d_before if d_stored is None else d_before + d_stored(head, i, j)
+            if "gv" in self.out:
+                self._write_total("gv", self.chunk.gv, head, j, columns)
+            if "scalars" in self.out:
+                d_scalar += jnp.sum(columns, axis=1, keepdims=True)
+        if "gk" in self.out:
+            for i, row in zip(tiles(K), rows, strict=True):
+                self._write_total("gk", self.chunk.gk, head, i, row)
+        if "scalars" in self.out:
+            self.out["scalars"][pl.ds(head, 1), self.chunk.k.shape[1] :] = d_scalar
 
     def finish(self) -> None:
         """Turns what all heads have noted into cotangents of tokens."""
@@ -113,26 +142,25 @@ class Pullback:
                 sum_before(self.gates[name], self.chunk.window, self.out[name], totals)
 
     def _keys(self, head: Any, channels: slice) -> _Side:
-        chunk, after, total = self.chunk, None, None
-        if chunk.gk is not None:
-            after, total = chunk.gk.exponents(head, channels)
+        chunk, after = self.chunk, None if self.chunk.gk is None else self.chunk.gk.after(head, channels)
         rows = chunk.window.keep(chunk.k[head, :, channels])
         if chunk.scalars is not None:
             # Along lanes in memory, and wanted along sublanes.
             row = chunk.scalars[pl.ds(head, 1), : chunk.k.shape[1]]
             column = jnp.broadcast_to(row, rows.shape[::-1]).T
             after = column if after is None else after + column
-        return _Side(rows, None if after is None else jnp.exp(after), total)
+        return _Side(rows, None if after is None else jnp.exp(after))
 
     def _values(self, head: Any, channels: slice) -> _Side:
-        chunk, after, total = self.chunk, None, None
-        if chunk.gv is not None:
-            after, total = chunk.gv.exponents(head, channels)
-        if chunk.scalars is not None:
-            scalar = chunk.scalars[pl.ds(head, 1), chunk.k.shape[1] :]
-            total = scalar if total is None else total + scalar
-        rows = chunk.window.keep(chunk.v[head, :, channels])
-        return _Side(rows, None if after is None else jnp.exp(after), total)
+        chunk, after = self.chunk, None if self.chunk.gv is None else self.chunk.gv.after(head, channels)
+        return _Side(chunk.window.keep(chunk.v[head, :, channels]), None if after is None else jnp.exp(after))
+
+    def _total_of_values(self, head: Any, channels: slice) -> jax.Array | None:
+        chunk, total = self.chunk, None if self.chunk.gv is None else self.chunk.gv.total(head, channels)
+        if chunk.scalars is None:
+            return total
+        scalar = chunk.scalars[pl.ds(head, 1), chunk.k.shape[1] :]
+        return scalar if total is None else total + scalar
 
     def _times(self, rows: jax.Array, d_state: jax.Array, axis: int) -> jax.Array:
         """Rows `[bt, D]` times a state's cotangent `[K, V]` along one of its axes, in float32."""
@@ -144,21 +172,27 @@ class Pullback:
             rows = self.scratch[f"d_{name}_rows"]
             rows[head, :, channels] = found.astype(rows.dtype)
 
-    def _pull(
-        self, name: str, gate: ChannelGate | None, head: Any, channels: slice, d_after: jax.Array, d_total: jax.Array
-    ) -> None:
-        """Notes the cotangents of the exponents of a head: of its tokens `[bt, D]`, and of its state `[1, D]`."""
+    def _write_sums(self, name: str, gate: ChannelGate | None, head: Any, channels: slice, d_after: jax.Array) -> None:
+        """Notes the cotangents `[bt, D]` of the sums of a gate after each token."""
         assert gate is not None
         rows = self.scratch[f"d_{name}_rows"]
         if gate.totals is not None:
             rows[head, :, channels] = d_after
-            gate.totals[pl.ds(head, 1), channels] = d_total
             return
         # The exponent after a token is the running sum at the last one less that at the token.
         rows[head, :, channels] = -d_after
         last = gate.window.last(rows.shape[1])
-        d_last = jnp.sum(d_after, axis=0, keepdims=True) + d_total
-        rows[head, last, channels] = rows[head, last, channels] + d_last
+        rows[head, last, channels] = rows[head, last, channels] + jnp.sum(d_after, axis=0, keepdims=True)
+
+    def _write_total(self, name: str, gate: ChannelGate | None, head: Any, channels: slice, d_total: jax.Array) -> None:
+        """Notes the cotangents `[1, D]` of the sum of a gate over the chunk."""
+        assert gate is not None
+        if gate.totals is not None:
+            gate.totals[pl.ds(head, 1), channels] = d_total
+            return
+        rows = self.scratch[f"d_{name}_rows"]
+        last = gate.window.last(rows.shape[1])
+        rows[head, last, channels] = rows[head, last, channels] + d_total
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, exact: bool) -> jax.Array:
@@ -170,4 +204,5 @@ def _product(a: jax.Array, b: jax.Array, axis: int, exact: bool) -> jax.Array:
 
 def _sum_of_lanes(array: jax.Array) -> jax.Array:
     """Sums over the last axis of `[M, N]`, along lanes: `[1, M]`."""
-    return _product(jnp.ones((SUBLANES, array.shape[1]), jnp.float32), array, 1, True)[:1]
+    column = jnp.sum(array, axis=1, keepdims=True)
+    return jnp.broadcast_to(column, (array.shape[0], SUBLANES)).T[:1]
