@@ -32,7 +32,7 @@ from opmux.plugins.mosaic_gpu.attention_tiles import divide, stream
 from opmux.plugins.mosaic_gpu.attention_view import View
 from opmux.plugins.mosaic_gpu.capability import SMEM_BYTES, check_smem
 from opmux.plugins.mosaic_gpu.dot import dot
-from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, barriers, launch, swizzled
+from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, barriers, launch, load_tile, swizzled
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _kernel(
             slot = blocks.take(step)
             bias = view.bias(row, column, shape)
             values, _ = scores.of(dot(q_s.at[slot, wg], k_s.at[slot], transpose_b=True), bias)
-            lse, delta = (rows_g[b, head, which, pl.ds(row, ROWS)] for which in range(2))
+            lse, delta = (load_tile(rows_g, (b, head, which, pl.ds(row, ROWS))) for which in range(2))
             weights = jnp.exp2(values * scores.factor - rows_of(lse, shape))
             d_weights = dot(d_s.at[slot, wg], v_s.at[slot], transpose_b=True)
             blocks.release(slot)

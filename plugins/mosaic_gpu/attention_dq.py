@@ -28,7 +28,7 @@ from opmux.plugins.mosaic_gpu.attention_tiles import QueryTiles, stream, streame
 from opmux.plugins.mosaic_gpu.attention_view import View
 from opmux.plugins.mosaic_gpu.capability import check_smem
 from opmux.plugins.mosaic_gpu.dot import dot
-from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, barriers, launch, swizzled
+from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, barriers, launch, load_tile, swizzled
 
 
 def dq(
@@ -97,7 +97,7 @@ def _kernel(
         at = (b, pl.ds(row, ROWS), head)
         plgpu.copy_gmem_to_smem(q_g.at[at], q_s.at[wg], own.at[wg])
         plgpu.copy_gmem_to_smem(d_g.at[at], d_s.at[wg], own.at[wg])
-        lse, delta = (rows_g[b, head, which, pl.ds(row, ROWS)] for which in range(2))
+        lse, delta = (load_tile(rows_g, (b, head, which, pl.ds(row, ROWS))) for which in range(2))
         plgpu.barrier_wait(own.at[wg])
 
         def step(masked: bool, number: Any, acc: jax.Array) -> jax.Array:

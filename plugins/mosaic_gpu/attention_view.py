@@ -83,7 +83,7 @@ class View:
             conditions.append(keys(column) >= queries(center - params.left))
         if problem.segments:
             (q_s, q_at), (kv_s, kv_at) = (
-                (self.refs[name][self.b, pl.ds(start, shape[axis])], axis)
+                (load_tile(self.refs[name], (self.b, pl.ds(start, shape[axis]))), axis)
                 for name, start, axis in (("q_segments", row, q_axis), ("kv_segments", column, kv_axis))
             )
             conditions.append(rows_of(q_s, shape, q_at) == rows_of(kv_s, shape, kv_at))
@@ -107,7 +107,7 @@ class View:
         window = (*at, *(pl.ds(start, shape[axis]) for start, axis in windows))
         if len(windows) == 2:
             return load_tile(self.refs[name], window).astype(jnp.float32)
-        return rows_of(self.refs[name][window], shape, windows[0][1])
+        return rows_of(load_tile(self.refs[name], window), shape, windows[0][1])
 
 
 def masks(

@@ -110,10 +110,10 @@ def drain(empty: Any, num_copies: Any, num_stages: int) -> None:
 
 
 def load_tile(ref: Any, at: tuple[Any, ...]) -> jax.Array:
-    """A tile of device memory in registers, in whatever layout its use asks for.
+    """A part of device memory in registers, in whatever layout its use asks for.
 
-    For elements of 16 bits laid out as those of a product, the lanes that share a line read half a sector at a time;
-    the other half is in the cache by then, but the compiler wants to be told.
+    Where that is the layout of a product, the lanes that share a line read less than a sector of elements of 16 bits
+    at a time; the rest is in the cache by then, but the compiler wants to be told. Older ones want it always.
     """
     if compat.in_gpu_simulator():
         return ref[at]
