@@ -21,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from opmux.core import compat
 from opmux.plugins.mosaic_gpu.pallas import for_each
 
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
 
 def dot(
     a: Any, b: Any, acc: jax.Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -91,10 +93,10 @@ def sum_of_dots(
         return acc_ref[...]
 
     if acc is None or simulated:
-        total = pl.run_scoped(product, plgpu.ACC(shape, acc_dtype(dtype)))
+        total = pl.run_scoped(product, _ACC(shape, acc_dtype(dtype)))
         total = total if acc is None else acc + total
     else:
-        total = pl.run_state(issue_all)(plgpu.ACC.init(acc))
+        total = pl.run_state(issue_all)(_ACC.init(acc))
     release(steps - 1)
     return total
 
@@ -120,13 +122,13 @@ def _compiled(
             after()
 
     if acc is not None:
-        return pl.run_state(issue)(plgpu.ACC.init(acc))
+        return pl.run_state(issue)(_ACC.init(acc))
 
     def product(acc_ref: Any) -> jax.Array:
         issue(acc_ref)
         return acc_ref[...]
 
-    return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), acc_dtype(b.dtype)))
+    return pl.run_scoped(product, _ACC((a.shape[0], b.shape[1]), acc_dtype(b.dtype)))
 
 
 def _of_values(

@@ -126,11 +126,6 @@ def _multiply(
         cluster_m=2 if config.cluster == "m" else 1, cluster_n=2 if config.cluster == "n" else 1, band=config.band,
     )  # fmt: skip
     tile_k = config.tile_k * 2 // kind.dtype.itemsize
-    a_tile, b_tile = (tiles.tile_m, tile_k), (tile_k, tiles.tile_n)
-    given = (
-        _addressable(a, a_tile[::-1] if transposed[0] else a_tile),
-        _addressable(b, b_tile[::-1] if transposed[1] else b_tile),
-    )
     rows, columns = M + (-M % 8 if M > 8 else 0), N + -N % (16 // dtype.itemsize)
     out_shape = padded_for_simulator((extent(batch), rows, columns), (1, tiles.tile_m, tiles.tile_n))
     product = Product(
@@ -138,6 +133,7 @@ def _multiply(
         batches=(a.shape[1], b.shape[1]), transposed=transposed, num_stages=config.num_stages,
         num_ctas=config.num_ctas, swizzled=tiled_shape(rows, columns, dtype.itemsize) == (rows, columns),
     )  # fmt: skip
+    given = [_addressable(x, tile) for x, tile in zip((a, b), product.operand_tiles, strict=True)]
     out = multiply(*given, jax.ShapeDtypeStruct(out_shape, dtype), product)
     return out[:, :M, :N]
 
@@ -148,5 +144,5 @@ def _addressable(x: jax.Array, tile: tuple[int, int]) -> jax.Array:
     rows, columns = tiled_shape(*x.shape[-2:], x.dtype.itemsize)
     short = (rows - x.shape[-2], columns - x.shape[-1])
     if any(short):
-        x = jnp.pad(x, ((0, 0), (0, short[0]), (0, short[1])))
+        x = jnp.pad(x, [(0, more) for more in (0, *short)])
     return pad_for_simulator(x, (1, *tile))

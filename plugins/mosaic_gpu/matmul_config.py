@@ -87,14 +87,19 @@ def _supports(
     return list(dict.fromkeys(reasons))
 
 
-_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (128, 128, 0.9), (128, 64, 0.7))
+_Tile = tuple[Literal[128, 256], int, float]
+
+_TILES: tuple[_Tile, ...] = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (128, 128, 0.9), (128, 64, 0.7))
 """Tiles, and how busy they can keep the tensor cores."""
 
 
 def default_config(request: Request, device: Device) -> MatmulConfig:
     """The tile that wastes the least time; two blocks where a simulator stands in for the device."""
     spec = outputs(request)["out"]
-    return _config(spec.shape[-2], spec.shape[-1], spec.size, device)
+    m, n = spec.shape[-2:]
+    if all(size == 1 for size in request["b"].shape[:-2]):
+        m = spec.size // max(1, n)  # the batch is part of the rows
+    return _config(m, n, spec.size, device)
 
 
 def default_vjp_config(request: Request, device: Device) -> MatmulConfig:
@@ -107,7 +112,7 @@ def _config(m: int, n: int, size: int, device: Device) -> MatmulConfig:
     num_ctas = device.sm_count or 2
     batch = max(1, size // max(1, m * n))
 
-    def cost(tile: tuple[int, int, float]) -> float:
+    def cost(tile: _Tile) -> float:
         tile_m, tile_n, busy = tile
         tiles = batch * -(-m // tile_m) * -(-n // tile_n)
         return -(-tiles // num_ctas) * tile_m * tile_n / busy

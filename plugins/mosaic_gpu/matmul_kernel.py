@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from opmux.plugins.mosaic_gpu.capability import SWIZZLED_LINE
 from opmux.plugins.mosaic_gpu.dot import sum_of_dots
 from opmux.plugins.mosaic_gpu.matmul_terms import Terms
-from opmux.plugins.mosaic_gpu.matmul_tiles import Axes, Tiles, extent, operand_indices
+from opmux.plugins.mosaic_gpu.matmul_tiles import Axes, Tiles, extent, operand_indices, turned
 from opmux.plugins.mosaic_gpu.pallas import (
     COMPUTE_WARPGROUPS,
     MEMORY_WARPGROUP,
@@ -83,6 +83,12 @@ class Product:
         return -(-self.length // self.tile_k)
 
     @property
+    def operand_tiles(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of what one step takes of `a` and of `b`."""
+        a, b = (self.tiles.tile_m, self.tile_k), (self.tile_k, self.tiles.tile_n)
+        return turned(a, self.transposed[0]), turned(b, self.transposed[1])
+
+    @property
     def ctas(self) -> int:
         """Clusters that run, or blocks where there are none."""
         return max(1, min(self.num_ctas // (self.tiles.cluster_m * self.tiles.cluster_n), self.tiles.total))
@@ -111,7 +117,7 @@ def multiply(a: jax.Array, b: jax.Array, out: jax.ShapeDtypeStruct, product: Pro
       product: how.
     """
     tiles, stages = product.tiles, product.num_stages
-    a_tile, b_tile = _tile(tiles.tile_m, product, 0), _tile(tiles.tile_n, product, 1)[::-1]
+    a_tile, b_tile = product.operand_tiles
     slots = (COMPUTE_WARPGROUPS, _SLOTS, _SLICE_ROWS, SWIZZLED_LINE // out.dtype.itemsize)
     shared = ("peer",) if tiles.cluster_m * tiles.cluster_n > 1 else ()
     empty: Any = barriers(stages, COMPUTE_WARPGROUPS)
@@ -132,12 +138,6 @@ def multiply(a: jax.Array, b: jax.Array, out: jax.ShapeDtypeStruct, product: Pro
             empty,
         ),
     )(a, b)
-
-
-def _tile(size: int, product: Product, side: int) -> tuple[int, int]:
-    """Shape of a tile of an operand, [size, tile_k] unless it is transposed."""
-    shape = (size, product.tile_k)
-    return shape[::-1] if product.transposed[side] else shape
 
 
 def _core_matrices(shape: tuple[int, ...], dtype: Any) -> Any:

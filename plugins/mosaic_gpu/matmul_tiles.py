@@ -46,6 +46,11 @@ def merge_batch(a: tuple[int, ...], b: tuple[int, ...], summed: tuple[bool, ...]
     return tuple(found[0]), tuple(found[1])
 
 
+def turned(shape: tuple[int, int], swap: bool) -> tuple[int, int]:
+    """Rows and columns of a matrix, or of its transpose."""
+    return (shape[1], shape[0]) if swap else shape
+
+
 def extent(axes: Axes) -> int:
     """Number of elements along all of the axes."""
     return math.prod(size for size, _, _ in axes)
