@@ -63,11 +63,12 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--config", action="append", default=[], metavar="OP={JSON}", help="time this config as well")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each contender (default: 9)")
-    parser.add_argument("--patience", type=float, default=150, help="seconds without a word until a child is ended")
+    parser.add_argument("--patience", type=float, help="silence that ends a child (default: 60 s, simulated 300 s)")
     parser.add_argument("--log", type=Path, help="where what the children print goes (default: nowhere)")
     parser.add_argument("--simulate", action="store_true", help="tiny sizes in the simulator, on a CPU")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     options = parser.parse_args(argv)
+    options.patience = options.patience or (300.0 if options.simulate else 60.0)
     configs: dict[str, dict[str, Any]] = {}
     for given in options.config:
         op, _, text = given.partition("=")
