@@ -27,23 +27,15 @@ from opmux.core.ops.chunk_states import ChunkParams, cut_rows, outputs, sequence
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_gpu.capability import check_smem
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import TILE, ChunkFwdHConfig, Tile, on_tensor_cores, smem_bytes
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_decay import Refs, decay_scratch, decayed_state, load_decay, weights
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_sums import add_up
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import Layout, decay_of, factors_of, tiles_of
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_walk import (
-    Place,
-    Refs,
-    Walk,
-    along,
-    decay_scratch,
-    decayed_state,
-    load_decay,
-)
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_walk import Place, Walk
 from opmux.plugins.mosaic_gpu.dot import dot
 from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, pad_for_simulator, swizzled
 
 _TOKENS = ("k", "v", "after_k", "after_v")
 _CHANNELWISE = (*_TOKENS, "base_k", "base_v")
-_LOG2E = 1.4426950408889634
 
 
 def chunk_fwd_h(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -165,24 +157,13 @@ class Products:
         for end in ("k", "v"):
             part = self.tile.part(end, warpgroup)
             tile = refs[f"{end}_s"].at[stage, part]
-            if f"state_{end}" in self.names:
+            width = self.tile.width(end)
+            weight = weights(refs, end, (stage, part), (TILE, width), pl.ds(0, width))
+            if weight is not None:
                 weighed = refs[f"{end}_w"].at[warpgroup]
-                logs = self._logs(refs, end, stage, part, tile.shape)
-                weighed[...] = (tile[...].astype(jnp.float32) * jnp.exp2(logs * _LOG2E)).astype(self.dtype)
+                weighed[...] = (tile[...].astype(jnp.float32) * weight).astype(self.dtype)
                 tile = weighed
             operands.append(tile)
         if "state_k" in self.names or "state_v" in self.names:
             plgpu.commit_smem()  # for the product, and for the next copy to what was read
         return dot(*operands, state, transpose_a=True)
-
-    def _logs(self, refs: Refs, end: str, stage: Any, part: Any, shape: tuple[int, int]) -> jax.Array:
-        """Logs of the weights of a tile."""
-        logs: list[jax.Array] = []
-        if f"after_{end}" in self.names:
-            after = refs[f"after_{end}_s"][stage, part]
-            if f"base_{end}" in self.names:
-                after = along(refs[f"base_{end}_s"][stage, part], shape, 1) - after
-            logs.append(after)
-        if end == "k" and "head" in self.names:
-            logs.append(along(refs["head_s"][stage], shape, 0))
-        return sum(logs[1:], logs[0])

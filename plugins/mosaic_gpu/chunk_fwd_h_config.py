@@ -116,6 +116,21 @@ def channels(size: int) -> int:
     return size + -size % (8 if size <= 32 else 64)
 
 
+def whole_channels(size: int) -> int:
+    """Channels in whole lines of shared memory."""
+    return size + -size % 64
+
+
+def tokens_stages(request: Request) -> int:
+    """Tiles of keys, values and states that fit in shared memory at once, at most 2; 0 where XLA has to multiply."""
+    if not on_tensor_cores(request):
+        return 0
+    K, V = (whole_channels(request[name].shape[-1]) for name in ("k", "v"))
+    stage = 2 * (K * V + TILE * (K + V)) + 4 * (K + V + TILE)
+    stage += 4 * TILE * (K * ("gk" in request) + V * ("gv" in request))
+    return min(2, (SMEM_BYTES - 1024 - 2 * TILE * (K + V)) // stage)
+
+
 def smem_bytes(request: Request, config: ChunkFwdHConfig) -> int:
     """Shared memory that the walk of a forward or a backward needs, beside its barriers."""
     tile = Tile(request["k"].shape[-1], request["v"].shape[-1], config.block_v)

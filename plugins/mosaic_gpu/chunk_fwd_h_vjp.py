@@ -31,9 +31,10 @@ from opmux.core.ops.chunk_index import scatter_rows
 from opmux.core.ops.chunk_states import GATES, Rows, cut_rows, outputs
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_gpu.chunk_fwd_h import first_rows, walk_of
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import ChunkFwdHConfig, on_tensor_cores
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import ChunkFwdHConfig, on_tensor_cores, tokens_stages
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_sums import add_up
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import Decay, decay_of, factors_of
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import Decay, Layout, decay_of, factors_of, tiles_of
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_tokens import token_cotangents
 
 
 def chunk_fwd_h_vjp(request: Request, operands: Operands, config: Config) -> Outputs:
@@ -63,22 +64,26 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: Config) -> Out
         name="chunk_fwd_h_vjp",
     )  # fmt: skip
 
-    head = None if decay.head is None else decay.head[..., None]
-    k, v = rows.arrays["k"].astype(wide), rows.arrays["v"].astype(wide)
     found: dict[str, jax.Array] = {} if d_h0 is None else {"h0": d_h0}
-    weighed_k = decayed(decayed(k, decay.k), head).astype(dtype)
-    weighed_v = decayed(v, decay.v).astype(dtype)
-    d_after = d_after.astype(wide)
-    d_k = jnp.einsum("brshv,brhkv->brshk", weighed_v.astype(wide), d_after, precision=lax.Precision.HIGHEST)
-    d_v = jnp.einsum("brshk,brhkv->brshv", weighed_k.astype(wide), d_after, precision=lax.Precision.HIGHEST)
-    d_k, d_v = decayed(decayed(d_k, decay.k), head), decayed(d_v, decay.v)
-    found |= {"k": d_k, "v": d_v}
+    stages = tokens_stages(forward)
+    if stages:
+        layout = Layout.of(forward)
+        arrays = tiles_of(forward, operands, layout, walk.tile)
+        d_k, d_v = token_cotangents(arrays, d_after, walk.rows, layout.steps, stages, walk.config.num_ctas)
+        if layout.in_place:
+            T = request["k"].shape[1]
+            cut = cut_rows(forward, {"k": d_k[:, :T], "v": d_v[:, :T]}).arrays
+        else:
+            cut = {"k": _rows(d_k, rows.arrays["k"]), "v": _rows(d_v, rows.arrays["v"])}
+    else:
+        cut = _products(decay, rows.arrays["k"].astype(wide), rows.arrays["v"].astype(wide), d_after.astype(wide))
+    found |= cut
     if any(name in request.wanted for name in GATES):
-        on_k = k * d_k
+        on_k, on_v = (rows.arrays[end].astype(wide) * cut[end].astype(wide) for end in ("k", "v"))
         d_state_k, d_state_v = _of_factors(decay, d_after.astype(wide) * operands["h"].astype(wide))
         d_decay = Decay(
             k=None if decay.k is None else on_k,
-            v=None if decay.v is None else v * d_v,
+            v=None if decay.v is None else on_v,
             head=None if decay.head is None else on_k.sum(-1),
             state_k=d_state_k,
             state_v=d_state_v,
@@ -88,6 +93,24 @@ def chunk_fwd_h_vjp(request: Request, operands: Operands, config: Config) -> Out
         if name in request.wanted:
             found[name] = _tokens(request, operands, rows, found[name]).astype(request[name].dtype)
     return {name: found[name] for name in request.wanted}
+
+
+def _products(decay: Decay, k: jax.Array, v: jax.Array, d_after: jax.Array) -> dict[str, jax.Array]:
+    """The cotangents of keys and values [B, R, S, H, ...] in float32, by XLA."""
+
+    def weighed_k(array: jax.Array) -> jax.Array:
+        return decayed(decayed(array, decay.k), None if decay.head is None else decay.head[..., None])
+
+    highest = lax.Precision.HIGHEST
+    d_k = jnp.einsum("brshv,brhkv->brshk", decayed(v, decay.v), d_after, precision=highest)
+    d_v = jnp.einsum("brshk,brhkv->brshv", weighed_k(k), d_after, precision=highest)
+    return {"k": weighed_k(d_k), "v": decayed(d_v, decay.v)}
+
+
+def _rows(tokens: jax.Array, like: jax.Array) -> jax.Array:
+    """Whole tiles [B, tokens, H, D] as the rows that they were made of, [B, R, S, H, D]."""
+    B, R, S = like.shape[:3]
+    return tokens.reshape(B, R, -1, *tokens.shape[2:])[:, :, :S]
 
 
 def _of_factors(decay: Decay, moved: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:

@@ -14,7 +14,7 @@ row of a sequence to the last. A memory warpgroup runs ahead of them, across til
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import CHANNELS, OUT_SLOTS, ChunkFwdHConfig, Tile, channels
+from opmux.plugins.mosaic_gpu.chunk_fwd_h_decay import Refs
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import pad_to
 from opmux.plugins.mosaic_gpu.pallas import (
     COMPUTE_WARPGROUPS,
@@ -35,11 +36,10 @@ from opmux.plugins.mosaic_gpu.pallas import (
     drain,
     for_each,
     launch,
+    load_tile,
     padded_for_simulator,
     swizzled,
 )
-
-Refs = Mapping[str, Any]
 
 
 class Place(NamedTuple):
@@ -222,7 +222,7 @@ class Walk:
 
                 start = jnp.zeros((CHANNELS, self.tile.columns), jnp.float32)
                 if "start" in refs:
-                    start = refs["start"][(place.sequence, place.head, *at)]
+                    start = load_tile(refs["start"], (place.sequence, place.head, *at))
                 state, taken = lax.fori_loop(0, place.num_rows, row, (start, taken))
                 if "last" in refs:
                     refs["last"][(place.sequence, place.head, *at)] = state
@@ -249,36 +249,3 @@ class Walk:
 
             for_each(used, self.rows, clear)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """A vector in registers as a matrix that varies along one axis."""
-    return lax.broadcast_in_dim(vector, shape, (axis,))
-
-
-def decayed_state(refs: Refs, tile: Tile, warpgroup: Any, stage: Any, state: jax.Array) -> jax.Array:
-    """The state times its factors over a row, as far as there are any."""
-    for axis, end in enumerate(("k", "v")):
-        if f"state_{end}_s" in refs:
-            factor = refs[f"state_{end}_s"][stage, tile.part(end, warpgroup)]
-            state = state * along(factor, (CHANNELS, tile.columns), axis)
-    return state
-
-
-def decay_scratch(tile: Tile, factors: Collection[str], stages: int) -> dict[str, Any]:
-    """Shared memory of the factors of a row, `state_k` and `state_v`."""
-    return {
-        f"state_{end}_s": plgpu.SMEM((stages, tile.parts(end), tile.width(end)), np.float32)
-        for end in ("k", "v")
-        if f"state_{end}" in factors
-    }
-
-
-def load_decay(refs: Refs, tile: Tile, place: Place, row: Any, stage: Any) -> None:
-    """Starts copies of the factors of a row, `tile.decay_copies` of them."""
-    for end, first in (("k", place.k), ("v", place.v)):
-        if f"state_{end}_s" in refs:
-            width = tile.width(end)
-            for part in range(tile.parts(end)):
-                window = refs[f"state_{end}"].at[place.batch, row, place.head, pl.ds(first + part * width, width)]
-                plgpu.copy_gmem_to_smem(window, refs[f"state_{end}_s"].at[stage, part], refs["full"].at[stage])
