@@ -43,7 +43,8 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("heads", "bf16[64,128,128]", "bf16[64,128,128]"),
     ),
 }
-BLOCKS = (512, 1024, 2048, 4096)
+JAX_BLOCKS = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 1024, 2048), (1024, 2048, 512))
+"""Rows, columns and terms; larger ones do not fit in the vector memory that JAX's kernel asks for."""
 
 
 class JaxConfig(Config):
@@ -88,22 +89,11 @@ def jobs(group: str, target: str) -> Iterator[tuple[str, CompileJob]]:
         op = "matmul_vjp" if backward else "matmul"
         yield name, CompileJob(backend="mosaic_tpu", op=op, workload=workload, target=target)
         if group == "square":
-            size = int(a.split(",")[1].rstrip("]"))
-            for m, n, k in _even_blocks(size):
+            for m, n, k in JAX_BLOCKS:
                 yield name, CompileJob(
                     backend="jax_pallas", op="matmul", workload=workload, target=target,
                     config={"block_m": m, "block_n": n, "block_k": k}, plugins=("matmul_tpu",),
                 )  # fmt: skip
-
-
-def _even_blocks(size: int) -> Iterator[tuple[int, int, int]]:
-    """Blocks of JAX's kernel that are large enough to be of interest and may fit in its vector memory of 32 MiB."""
-    for m in BLOCKS:
-        for n in BLOCKS:
-            for k in BLOCKS:
-                fits = 4 * (m * k + k * n) + 8 * m * n <= 32 * 2**20
-                if m >= 1024 <= n and k >= 512 and max(m, n, k) <= size and fits:
-                    yield m, n, k
 
 
 def table(target: str, group: str, found: Sequence[tuple[str, CompileResult]]) -> str:

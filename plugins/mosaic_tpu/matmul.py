@@ -10,7 +10,7 @@ from opmux.core import compat
 from opmux.core.config import Config
 from opmux.core.ops.matmul import MatmulParams, outputs
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.mosaic_tpu.matmul_config import MatmulConfig, unit_precision
+from opmux.plugins.mosaic_tpu.matmul_config import MatmulConfig, product_precision
 from opmux.plugins.mosaic_tpu.matmul_layout import layout
 from opmux.plugins.mosaic_tpu.matmul_product import Product
 
@@ -35,7 +35,7 @@ def matmul(request: Request, operands: Operands, config: Config) -> Outputs:
     multiply = Product(
         batch=where.out[:-2],
         dtype=out.dtype,
-        precision=unit_precision(params.precision),
+        precision=product_precision(params.precision),
         most=(config.block_m, config.block_n, config.block_k),
         vmem_limit_bytes=config.vmem_limit_bytes,
         int8_unit=config.int8_unit,

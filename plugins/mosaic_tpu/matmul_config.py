@@ -82,6 +82,11 @@ def unit_precision(precision: Precision) -> lax.Precision | None:
     return _PRESETS.get(getattr(precision, "name", ""))
 
 
+def product_precision(precision: Precision) -> lax.Precision:
+    """The precision of a product that is supported; integers have none, whatever is asked for."""
+    return unit_precision(precision) or lax.Precision.DEFAULT
+
+
 _ORDER = (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
 
 
@@ -177,7 +182,7 @@ def _blocks(
     rows, terms = left[-2:][:: -1 if left_transposed else 1]
     full = math.prod(map(max, left[:-2], right[:-2]))
     kept = math.prod(out[:-2])
-    pieces = count_pieces(dtypes[:2], unit_precision(precision) or lax.Precision.DEFAULT, int8_as_is)
+    pieces = count_pieces(dtypes[:2], product_precision(precision), int8_as_is)
     sizes = matmul_tuning.Sizes(
         rows=rows,
         columns=right[-2 if right_transposed else -1],

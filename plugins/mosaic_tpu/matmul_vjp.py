@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 
 from opmux.core import compat
 from opmux.core.config import Config
 from opmux.core.ops.matmul import MatmulParams
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.mosaic_tpu.matmul_config import MatmulVjpConfig, unit_precision
+from opmux.plugins.mosaic_tpu.matmul_config import MatmulVjpConfig, product_precision
 from opmux.plugins.mosaic_tpu.matmul_layout import layout
 from opmux.plugins.mosaic_tpu.matmul_product import Product
 
@@ -41,27 +42,29 @@ def matmul_vjp(request: Request, operands: Operands, config: Config) -> Outputs:
     names = ("b", "a") if where.turned else ("a", "b")
     left, right = (operands[name].reshape(shape) for name, shape in zip(names, (where.left, where.right), strict=True))
     d_out = operands["d_out"].reshape(where.out)
-    common = {"precision": unit_precision(params.precision), "vmem_limit_bytes": config.vmem_limit_bytes}
+    precision = product_precision(params.precision)
 
-    def d_left():
+    def d_left() -> jax.Array:
         multiply = Product(
             batch=where.left[:-2],
             dtype=left.dtype,
             most=(config.da_block_m, config.da_block_n, config.da_block_k),
             right_transposed=not where.turned,
             name="matmul_d_left",
-            **common,
+            precision=precision,
+            vmem_limit_bytes=config.vmem_limit_bytes,
         )
         return multiply(d_out, right)
 
-    def d_right():
+    def d_right() -> jax.Array:
         multiply = Product(
             batch=where.right[:-2],
             dtype=right.dtype,
             most=(config.db_block_m, config.db_block_n, config.db_block_k),
             left_transposed=True,
             name="matmul_d_right",
-            **common,
+            precision=precision,
+            vmem_limit_bytes=config.vmem_limit_bytes,
         )
         return multiply(d_out, left) if where.turned else multiply(left, d_out)
 
