@@ -1,6 +1,6 @@
 """What is chosen for a grid of calls on every declared device, against a table under version control.
 
-A change of a priority or a predicate shows here as a change of the table. `python tests/registry/test_decisions.py`
+A change of a priority or a predicate shows here as a change of the table. `python tests/test_decisions.py`
 writes it anew.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from opmux import registry
 from opmux.core import devices
 
-TABLE = Path(__file__).parents[1] / "data" / "decisions.txt"
+TABLE = Path(__file__).parent / "data" / "decisions.txt"
 
 
 def array(dtype, *shape):
