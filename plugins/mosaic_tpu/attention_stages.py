@@ -126,6 +126,8 @@ class Stages:
     def poison(self, count: Scalar) -> None:
         """Makes NaN what NaN and infinite values of blocks 0 to `count` give, in the rows that see them."""
         refs, tiling = self.refs, self.tiling
+        if isinstance(count, int) and count <= 0:
+            return
 
         def block(number: Any, _: Any) -> None:
             tile = self.tile(number)

@@ -24,8 +24,8 @@ from opmux.testing.oracle.attention import attention as oracle
 from opmux.testing.tolerances import assert_close, rtol
 
 V6E = devices.device("tpu-v6e")
-SMALL = AttentionConfig(block_q=128, block_kv=128, chunk_q=128)
-UNEVEN = AttentionConfig(block_q=256, block_kv=128, chunk_q=128)
+SMALL = AttentionConfig(block_q=128, block_kv=128, chunk_q=128, span_kv=256)
+UNEVEN = AttentionConfig(block_q=256, block_kv=256, chunk_q=128, span_kv=256, part_kv=128)
 SMALL_VJP = AttentionVjpConfig(block_q=128, block_kv=128, chunk_q=128, span_kv=512)
 SPANS_VJP = AttentionVjpConfig(block_q=256, block_kv=128, chunk_q=128, span_kv=256)
 MODES = {
@@ -73,10 +73,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias_of_all": {"bias": normal(1, 1, 1, 1), "logits_soft_cap": 5.0},
     "bias_of_batch": {"bias": normal(1, 1, T, S), "local_window_size": (10, 80)},
 }
-QUICK = ("plain", "causal", "window", "lengths_causal", "bias_cap", "segments_mask")
-each_call = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CALLS]
-)
+QUICK = {"forward": ("causal", "lengths_causal", "bias_cap", "segments_mask"), "backward": ("window", "bias_cap")}
+
+
+def each_call(which: str) -> Any:
+    names = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK[which])) for name in CALLS]
+    return pytest.mark.parametrize("name", names)
 
 
 def canonical(*arrays: Any, **params: Any) -> tuple[Request, Operands]:
@@ -124,12 +126,12 @@ def check_backward(*args: Any, **options: Any) -> None:
         assert_close(got[operand], want[operand], 4 * rtol(got[operand].dtype, S), operand)
 
 
-@each_call
+@each_call("forward")
 def test_forward(name: str) -> None:
     check_forward((Q, KEY, V), CALLS[name])
 
 
-@each_call
+@each_call("backward")
 def test_backward(name: str) -> None:
     check_backward((Q, KEY, V), CALLS[name])
 
@@ -148,6 +150,12 @@ def test_other_blocks_and_modes(name: str, mode: str) -> None:
 def test_bfloat16_accumulates_in_float32(name: str) -> None:
     arrays = tuple(np.asarray(jnp.asarray(array, jnp.bfloat16)) for array in (Q, KEY, V))
     check_forward(arrays, CALLS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "bias_cap"])
+def test_bfloat16_gradients(name: str) -> None:
+    arrays = tuple(np.asarray(jnp.asarray(array, jnp.bfloat16)) for array in (Q, KEY, V))
     check_backward(arrays, CALLS[name])
 
 
@@ -190,12 +198,12 @@ def test_what_is_not_finite_reaches_exactly_those_who_see_it(value: float) -> No
     np.testing.assert_array_equal(~np.isfinite(lse), want_lse)
 
 
-def test_padding_may_hold_anything() -> None:
+@pytest.mark.parametrize("run", [forward, pytest.param(lambda *a: backward(*a)[0], marks=pytest.mark.slow)])
+def test_padding_may_hold_anything(run: Any) -> None:
     q, key, v = Q.copy(), KEY.copy(), V.copy()
     q[1, 140:] = key[0, 130:] = v[0, 130:] = np.nan
-    for run in (forward, lambda *args: backward(*args)[0]):
-        clean, dirty = run((Q, KEY, V), LENGTHS), run((q, key, v), LENGTHS)
-        jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    clean, dirty = run((Q, KEY, V), LENGTHS), run((q, key, v), LENGTHS)
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
 
 
 @pytest.mark.slow
