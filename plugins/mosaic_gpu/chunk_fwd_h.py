@@ -153,17 +153,15 @@ class Products:
         """Decays the state where a row begins, and adds the product of the tile."""
         if first:
             state = decayed_state(refs, self.tile, warpgroup, stage, state)
-        operands: list[Any] = []
+        operands: dict[str, Any] = {}
         for end in ("k", "v"):
-            part = self.tile.part(end, warpgroup)
-            tile = refs[f"{end}_s"].at[stage, part]
-            width = self.tile.width(end)
+            part, width = self.tile.part(end, warpgroup), self.tile.width(end)
+            operands[end] = refs[f"{end}_s"].at[stage, part]
             weight = weights(refs, end, (stage, part), (TILE, width), pl.ds(0, width))
             if weight is not None:
                 weighed = refs[f"{end}_w"].at[warpgroup]
-                weighed[...] = (tile[...].astype(jnp.float32) * weight).astype(self.dtype)
-                tile = weighed
-            operands.append(tile)
+                weighed[...] = (operands[end][...].astype(jnp.float32) * weight).astype(self.dtype)
+                operands[end] = weighed
         if "state_k" in self.names or "state_v" in self.names:
             plgpu.commit_smem()  # for the product, and for the next copy to what was read
-        return dot(*operands, state, transpose_a=True)
+        return dot(operands["k"], operands["v"], state, transpose_a=True)

@@ -109,18 +109,17 @@ class Tokens:
     def cotangent(self, refs: Refs, end: str, stage: Any) -> None:
         """Writes the cotangent of the keys or the values of a tile to shared memory."""
         other = "v" if end == "k" else "k"
-        for n in range(0, self.sizes[end], _WIDEST):
-            columns = pl.ds(n, min(_WIDEST, self.sizes[end] - n))
-            total = None
-            for c in range(0, self.sizes[other], _WIDEST):
-                terms = pl.ds(c, min(_WIDEST, self.sizes[other] - c))
+        for n, width in _pieces(self.sizes[end]):
+            columns, total = pl.ds(n, width), None
+            for c, depth in _pieces(self.sizes[other]):
+                terms = pl.ds(c, depth)
                 weighed = refs[f"{other}_s"][stage, :, terms].astype(jnp.float32)
-                weight = weights(refs, other, (stage,), weighed.shape, terms)
+                weight = weights(refs, other, (stage,), (TILE, depth), terms)
                 weighed = (weighed if weight is None else weighed * weight).astype(self.dtype)
                 at = (columns, terms) if end == "k" else (terms, columns)
                 total = dot(weighed, refs["d_after_s"].at[(stage, *at)], total, transpose_b=end == "k")
             assert total is not None
-            weight = weights(refs, end, (stage,), total.shape, columns)
+            weight = weights(refs, end, (stage,), (TILE, width), columns)
             refs[f"d_{end}_s"][:, columns] = (total if weight is None else total * weight).astype(self.dtype)
         plgpu.commit_smem()  # for the store, and for the next copy to what was read
 
@@ -165,6 +164,11 @@ class Tokens:
 
                 for_each(0, num_items, compute)
                 plgpu.wait_smem_to_gmem(0)
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """First channel and number of channels of each product."""
+    return [(first, min(_WIDEST, size - first)) for first in range(0, size, _WIDEST)]
 
 
 def _unknown_zero(index: Any) -> Any:

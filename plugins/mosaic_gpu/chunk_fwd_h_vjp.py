@@ -120,12 +120,15 @@ def _of_factors(decay: Decay, moved: jax.Array) -> tuple[jax.Array | None, jax.A
       decay: the decay.
       moved: the cotangent of the state after each row times the state before it, [B, R, H, K, V].
     """
-    k = None if decay.state_k is None else decay.state_k[..., :, None]
-    v = None if decay.state_v is None else decay.state_v[..., None, :]
-    d_k = None if k is None else (moved if v is None else moved * v).sum(-1)
-    d_v = None if v is None else (moved if k is None else moved * k).sum(-2)
-    if k is not None and k.shape[-2] == 1:  # a gate of the head alone
-        d_k = d_k.sum(-1, keepdims=True)
+    by_k = moved if decay.state_k is None else moved * decay.state_k[..., :, None]
+    by_v = moved if decay.state_v is None else moved * decay.state_v[..., None, :]
+    d_k = d_v = None
+    if decay.state_k is not None:
+        d_k = by_v.sum(-1)
+        if decay.state_k.shape[-1] == 1:  # a gate of the head alone
+            d_k = d_k.sum(-1, keepdims=True)
+    if decay.state_v is not None:
+        d_v = by_k.sum(-2)
     return d_k, d_v
 
 

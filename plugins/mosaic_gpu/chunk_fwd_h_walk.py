@@ -57,8 +57,15 @@ class Place(NamedTuple):
 class Source(Protocol):
     """What a step of a walk loads, and what it makes of the state."""
 
-    steps: int
-    copies: int
+    @property
+    def steps(self) -> int:
+        """Steps of a row."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """Copies of a step."""
+        ...
 
     def scratch(self, stages: int) -> dict[str, Any]:
         """Shared memory by name."""
@@ -216,8 +223,8 @@ class Walk:
                     plgpu.copy_smem_to_gmem(slot, target)
                     state, taken = take(state, taken, True)
                     if source.steps > 1:
-                        step = lambda _, carry: take(*carry, False)  # noqa: E731
-                        state, taken = lax.fori_loop(1, source.steps, step, (state, taken))
+                        rest: Any = lambda _, carry: take(carry[0], carry[1], False)  # noqa: E731
+                        state, taken = lax.fori_loop(1, source.steps, rest, (state, taken))
                     return state, taken
 
                 start = jnp.zeros((CHANNELS, self.tile.columns), jnp.float32)
