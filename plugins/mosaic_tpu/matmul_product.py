@@ -15,6 +15,7 @@ lies in vector memory, and no registers are spilled whatever the blocks are. See
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,12 @@ from opmux.core import compat
 from opmux.plugins.mosaic_tpu.matmul_blocks import Plan, plan
 from opmux.plugins.mosaic_tpu.matmul_pieces import count_pieces, products_of_pieces
 from opmux.plugins.mosaic_tpu.matmul_split import split
+
+TRANSPOSED_ROWS, TRANSPOSED_COLUMNS = 256, 512
+"""Rows that are transposed in registers, and columns that they are multiplied by meanwhile.
+
+More rows do not fit in registers; more columns need fewer transposes.
+"""
 
 _SPARE = 2 * 2**20
 """Vector memory beside the blocks, for what the compiler keeps there."""
@@ -167,9 +174,11 @@ def _multiply(
     last: bool = False,
 ) -> None:
     """Adds the product of the first terms of two blocks to the sum, or to the result."""
-    q = out_ref.shape[-1]
-    for column in range(0, q, chunk):
-        columns = pl.ds(column, min(chunk, q - column))
+    p, q = out_ref.shape[-2:]
+    # All rows pass through the units, unless registers have to hold them while they are transposed.
+    some_rows, some_columns = (TRANSPOSED_ROWS, TRANSPOSED_COLUMNS) if left_transposed else (p, chunk)
+    for row, column in itertools.product(range(0, p, some_rows), range(0, q, some_columns)):
+        rows, columns = pl.ds(row, min(some_rows, p - row)), pl.ds(column, min(some_columns, q - column))
         parts = [
             (left_refs[left], right_refs[right], pl.ds(term, min(chunk, terms - term)))
             for term in range(0, terms, chunk)
@@ -177,17 +186,17 @@ def _multiply(
         ]
         for number, (left, right, some) in enumerate(parts):
             total = _dot(
-                left[some, :] if left_transposed else left[:, some],
+                left[some, rows] if left_transposed else left[rows, some],
                 right[columns, some] if right_transposed else right[some, columns],
                 (int(not left_transposed), int(right_transposed)),
             )
             total = total.astype(acc)  # int8 that went through bfloat16 wraps as integers do
             if not (first and number == 0):
-                total = acc_ref[:, columns] + total
+                total = acc_ref[rows, columns] + total
             if last and number == len(parts) - 1:
-                out_ref[:, columns] = total.astype(out_ref.dtype)
+                out_ref[rows, columns] = total.astype(out_ref.dtype)
             else:
-                acc_ref[:, columns] = total
+                acc_ref[rows, columns] = total
 
 
 def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
