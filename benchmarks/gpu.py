@@ -59,6 +59,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("--only", default="", help="rows that have all words of one of these patterns: 'A B,C'")
+    parser.add_argument("--tier", type=int, default=2, help="0: only what matters most, 1: more of it (default: all)")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--config", action="append", default=[], metavar="OP={JSON}", help="time this config as well")
@@ -85,8 +86,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _order(options: argparse.Namespace, began: float) -> dict[str, Any]:
     """What the child is asked for."""
     return {
-        "simulate": options.simulate, "only": options.only, "rounds": options.rounds, "configs": options.configs,
-        "list": options.list, "deadline": began + 60 * options.minutes, "done": [], "without": [],
+        "simulate": options.simulate, "only": options.only, "tier": options.tier, "rounds": options.rounds,
+        "configs": options.configs, "list": options.list, "deadline": began + 60 * options.minutes,
+        "done": [], "without": [],
     }  # fmt: skip
 
 

@@ -50,14 +50,21 @@ class Task:
         return " ".join(filter(None, [self.kind, self.problem.op, self.direction, self.problem.title]))
 
 
-def tasks(small: bool, only: str) -> list[Task]:
-    """The list, the most important first; `only` keeps those that have all words of one of its patterns."""
+def tasks(small: bool, only: str, tier: int = 2) -> list[Task]:
+    """The list, the most important first.
+
+    Args:
+      small: in sizes for a simulator.
+      only: patterns, of words; what has all words of one of them is kept.
+      tier: the highest that is kept.
+    """
     found = [Task("numerics", problem) for problem in numerics(small)]
     found += [Task("speed", problem, way) for problem in speed(small) for way in problem.directions]
     patterns = [pattern.split() for pattern in only.split(",") if pattern.strip()]
     kept = [
         task for task in found
-        if not patterns or any(all(word in task.name.split() for word in words) for words in patterns)
+        if task.problem.tier <= tier
+        and (not patterns or any(all(word in task.name.split() for word in words) for words in patterns))
     ]  # fmt: skip
     return sorted(kept, key=lambda task: (task.problem.tier, task.kind == "speed"))
 
@@ -115,7 +122,7 @@ class Worker:
         self.taken: dict[str, list[float]] = {}
 
     def run(self) -> None:
-        for task in tasks(self.simulate, self.order["only"]):
+        for task in tasks(self.simulate, self.order["only"], self.order["tier"]):
             if task.name in self.order["done"]:
                 continue
             durations = self.taken.setdefault(task.kind, [])
@@ -179,7 +186,7 @@ def main(arguments: list[str]) -> int:
         say = Voice(stream)
         register_plugins()
         if order["list"]:
-            say("tasks", tasks=[task.name for task in tasks(order["simulate"], order["only"])])
+            say("tasks", tasks=[task.name for task in tasks(order["simulate"], order["only"], order["tier"])])
             say("finished")
             return 0
         say("facts", facts=facts(order["simulate"]))
