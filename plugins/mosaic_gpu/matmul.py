@@ -133,15 +133,15 @@ def _multiply(
         batches=(a.shape[1], b.shape[1]), transposed=transposed, num_stages=config.num_stages,
         num_ctas=config.num_ctas, swizzled=tiled_shape(rows, columns, dtype.itemsize) == (rows, columns),
     )  # fmt: skip
-    given = [_addressable(x, tile) for x, tile in zip((a, b), product.operand_tiles, strict=True)]
-    out = multiply(*given, jax.ShapeDtypeStruct(out_shape, dtype), product)
+    a_tile, b_tile = product.operand_tiles
+    out = multiply(_addressable(a, a_tile), _addressable(b, b_tile), jax.ShapeDtypeStruct(out_shape, dtype), product)
     return out[:, :M, :N]
 
 
 def _addressable(x: jax.Array, tile: tuple[int, int]) -> jax.Array:
     """[terms * G, rows, columns] as TMA can cut it into tiles; padded with zeros where it has to be."""
     x = x.reshape(-1, *x.shape[-2:])
-    rows, columns = tiled_shape(*x.shape[-2:], x.dtype.itemsize)
+    rows, columns = tiled_shape(x.shape[-2], x.shape[-1], x.dtype.itemsize)
     short = (rows - x.shape[-2], columns - x.shape[-1])
     if any(short):
         x = jnp.pad(x, [(0, more) for more in (0, *short)])

@@ -119,7 +119,8 @@ def load_tile(ref: Any, at: tuple[Any, ...]) -> jax.Array:
         return ref[at]
     if "idx" in inspect.signature(plgpu.load).parameters:
         return plgpu.load(ref, at, optimized=False)
-    return plgpu.load(ref.at[at], optimized=False)
+    load: Any = plgpu.load
+    return load(ref.at[at], optimized=False)
 
 
 def wide(array: jax.Array, itemsize: int = 0) -> jax.Array:
