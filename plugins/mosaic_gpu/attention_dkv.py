@@ -101,7 +101,8 @@ def _kernel(
         steps = span.steps * problem.G
         blocks = Stream(copy, steps, done, stages, full, empty)
         blocks.start()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results have left k_s and v_s
+        if tiles.persistent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results have left k_s and v_s
         at = (b, pl.ds(row, ROWS), head)
         plgpu.copy_gmem_to_smem(k_g.at[at], k_s.at[wg], own.at[wg])
         plgpu.copy_gmem_to_smem(v_g.at[at], v_s.at[wg], own.at[wg])
@@ -126,6 +127,7 @@ def _kernel(
                     d_scores = jnp.where(weights == 0, 0.0, d_scores)
                 d_scores = d_scores if slope is None else d_scores * slope
                 new["key"] = dot(d_scores.astype(problem.dtype), q_s.at[slot], sums["key"])
+            plgpu.commit_smem()  # rows_s has been read, and must not be overwritten before
             blocks.release(slot)
             return new
 

@@ -11,6 +11,7 @@ Each of two warpgroups owns 64 queries of a tile, past which keys and values str
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,9 @@ def _kernel(
     masks, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     o_g, q_s, d_s, k_s, v_s, own, full, empty = refs
     wg, scores, shape = lax.axis_index("wg"), Scores(problem), (ROWS, block)
+    # The scale goes into the weights, by way of their exponent, where it costs no digits of d_scores.
+    scale = problem.params.scale
+    folded = scale > 0 and problem.dtype == jnp.bfloat16
 
     def tile(number: Any, done: Any) -> Any:
         b, head, row = tiles.place(number)
@@ -93,11 +97,13 @@ def _kernel(
 
         blocks = Stream(copy, span.steps, done, stages, full, empty)
         blocks.start()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's result has left q_s
+        if tiles.persistent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's result has left q_s
         at = (b, pl.ds(row, ROWS), head)
         plgpu.copy_gmem_to_smem(q_g.at[at], q_s.at[wg], own.at[wg])
         plgpu.copy_gmem_to_smem(d_g.at[at], d_s.at[wg], own.at[wg])
         lse, delta = (load_tile(rows_g, (b, head, which, pl.ds(row, ROWS))) for which in range(2))
+        lse = lse - math.log2(scale) if folded else lse
         plgpu.barrier_wait(own.at[wg])
 
         def step(masked: bool, number: Any, acc: jax.Array) -> jax.Array:
@@ -116,7 +122,7 @@ def _kernel(
             return acc
 
         acc = fold(span, step, jnp.zeros((ROWS, problem.H), jnp.float32))
-        q_s[wg] = (acc * problem.params.scale).astype(problem.dtype)
+        q_s[wg] = (acc if folded else acc * scale).astype(problem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s.at[wg], o_g.at[at])
         return span.steps

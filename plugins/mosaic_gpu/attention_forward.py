@@ -159,7 +159,8 @@ def _kernel(
             bounds = view.bounds
             span = problem.keys_of(row, TILE, bounds, block)
             row = row + wg * ROWS
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output has left q_s
+            if tiles.persistent:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output has left q_s
             plgpu.copy_gmem_to_smem(q_g.at[b, pl.ds(row, ROWS), head], q_s.at[wg], q_full.at[wg])
             plgpu.barrier_wait(q_full.at[wg])
 

@@ -60,8 +60,7 @@ class Stream:
         return slot
 
     def release(self, slot: Any) -> None:
-        """Hands a slot back."""
-        plgpu.commit_smem()  # what was read as values must not be overwritten before
+        """Hands a slot back; what was read of it as values, other than by `wgmma`, has to be committed before."""
         plgpu.barrier_arrive(self.empty.at[slot])
 
     def _copy(self, step: Any) -> None:

@@ -60,6 +60,11 @@ class Tiles:
         """All tiles, each as often as it is taken."""
         return self.problem.B * self.heads * self.per_head * self.parts
 
+    @property
+    def persistent(self) -> bool:
+        """Whether a block of threads takes several tiles."""
+        return self.ctas < self.count
+
     def place(self, tile: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Batch element, head and first row of a tile; heads side by side, the longest tiles first."""
         rest, head = divide(tile, self.heads)
