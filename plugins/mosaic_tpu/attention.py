@@ -132,7 +132,8 @@ def _kernel(tiling: Tiling, held: int, part_kv: int, prefetched: tuple[Any, ...]
 
     Stages(tiling, refs, whole, part_kv, masked=False).run(high - low)
     masked = Stages(tiling, refs, partial, part_kv, masked=True)
-    masked.run(low - first + last - high)
+    if tiling.hides or tiling.ragged_keys:
+        masked.run(low - first + last - high)
     if tiling.hides:
         masked.poison(low - first + last - high)
     when(True if steps == 1 else step == steps - 1, lambda: _finish(Tile(tiling, refs, bounds, i, 0)))

@@ -87,7 +87,7 @@ class Tile:
         key, row = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         first_key, first_row = self.j * tiling.kv + part * shape[0], self.i * tiling.q + chunk * tiling.chunk
         seen: list[jax.Array] = []
-        if tiling.lengths or tiling.S % tiling.kv:
+        if tiling.ragged_keys:
             seen.append(key < bounds.kv - first_key)
         if valid_rows and (tiling.lengths or tiling.T % tiling.q):
             seen.append(row < bounds.q - first_row)
@@ -113,7 +113,7 @@ class Tile:
     def without_tail_keys(self, array: jax.Array, axis: int, part: int = 0) -> jax.Array:
         """A part of the block with 0 in place of what lies past the last key: a weight of 0 does not hide NaN."""
         tiling = self.tiling
-        if not (tiling.lengths or tiling.S % tiling.kv):
+        if not tiling.ragged_keys:
             return array
         first = self.j * tiling.kv + part * array.shape[axis]
         valid = lax.broadcasted_iota(jnp.int32, array.shape, axis) < self.bounds.kv - first

@@ -94,6 +94,11 @@ class Tiling:
         return any(name in self.request for name in ("mask", "bias", "q_segments"))
 
     @property
+    def ragged_keys(self) -> bool:
+        """Whether a block of keys may reach past the last key."""
+        return self.lengths or self.S % self.kv != 0
+
+    @property
     def hides(self) -> bool:
         """Whether a row may not see a key that another row of its block sees."""
         return self.selective or self.params.banded
@@ -147,7 +152,7 @@ class Tiling:
         if self.selective:
             return False
         conditions: list[Any] = []
-        if self.lengths or self.S % self.kv:
+        if self.ragged_keys:
             conditions.append((j + 1) * self.kv <= bounds.kv)
         if rows and (self.lengths or self.T % self.q):
             conditions.append((i + 1) * self.q <= bounds.q)

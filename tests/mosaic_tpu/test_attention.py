@@ -159,6 +159,10 @@ def test_bfloat16_gradients(name: str) -> None:
     check_backward(arrays, CALLS[name])
 
 
+def test_even_blocks_of_several_spans() -> None:
+    check_forward((Q[:1, :256], normal(1, 512, K, H), normal(1, 512, K, Hv)), {})
+
+
 @pytest.mark.slow
 def test_float16_is_float32_inside() -> None:
     arrays = tuple(array.astype(np.float16) for array in (Q, KEY, V))
