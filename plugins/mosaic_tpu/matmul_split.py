@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from opmux.plugins.mosaic_tpu.dense_config import LANES, SUBLANES, round_up
 
-_REGISTERS = 16
+_REGISTERS = 8
 """Registers that are split in one turn of a loop: enough to hide latencies, and few enough to stay registers."""
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
