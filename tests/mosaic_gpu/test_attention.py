@@ -190,6 +190,7 @@ def test_a_nan_shows_in_the_rows_and_columns_that_see_it_and_no_others():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::opmux.core.errors.SimulatedBackendWarning")
 def test_gradients_are_the_same_in_every_run_and_with_64_bits():
     from opmux import registry
 
