@@ -87,6 +87,8 @@ def _fits(block: tuple[int, int, int], sizes: Sizes, device: Device) -> bool:
         return False  # sums of one block that is the only one stay in registers, more than there are
     if p * q * r * sizes.products > _LARGEST:
         return False
+    # Either axis of a factor may lie along lanes, by whether it is transposed.
+    p, q, r = round_up(p, LANES) if sizes.lanes else p, round_up(q, LANES), round_up(r, LANES)
     tiles = ((p, r), (r, q), (p, q))
     needed = sum(2 * tile_bytes(tile, size) for tile, size in zip(tiles, sizes.itemsizes, strict=True))
     needed += sum(count * tile_bytes(tile, 2) for tile, count in zip(tiles, sizes.pieces, strict=False))
