@@ -143,7 +143,8 @@ def _kernel(
 
     def tile(number: Any, done: Any) -> int:
         def copy(step: Any, slot: Any) -> None:
-            b, head, t, s = sums.block(number, step)
+            b, head, *places = sums.block(number, step)
+            t, s = map(jnp.int32, places)  # only a traced window may reach past the end, where TMA ends
             for source, target in ((q_g, q_s), (d_g, d_s)):
                 for owner in range(COMPUTE_WARPGROUPS):
                     queries = pl.ds(t * TILE + owner * ROWS, ROWS)
