@@ -26,7 +26,7 @@ def opmux_backend() -> BackendInfo:
 
 @hookimpl
 def opmux_implementations() -> Iterable[Implementation]:
-    """One implementation an op; backwards are the autodiff of the reference, which XLA fuses."""
+    """One implementation an op, and one a backward, but for those that XLA fuses: of `add` and `reduce`."""
     yield Implementation(
         op="add",
         kernel="opmux.plugins.mosaic_tpu.add:add",
