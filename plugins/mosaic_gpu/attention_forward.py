@@ -103,13 +103,12 @@ def _kernel(
 ) -> None:  # fmt: skip
     problem = tiles.problem
     parts, channels = tiles.parts, problem.Hv // tiles.parts
-    masks, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    *refs, q_full, k_full, v_full, k_empty, v_empty, turn = refs
-    o_g, *refs = refs
-    lse_g, *refs = refs if with_lse else (None, *refs)
-    q_s, *refs = refs
-    o_s, *refs = refs if channels != problem.H else (q_s, *refs)
-    k_s, v_s = refs
+    masks, scratch = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
+    o_g = scratch.pop(0)
+    lse_g: Any = scratch.pop(0) if with_lse else None
+    q_s = scratch.pop(0)
+    o_s = scratch.pop(0) if channels != problem.H else q_s
+    k_s, v_s, q_full, k_full, v_full, k_empty, v_empty, turn = scratch
     wg = lax.axis_index("wg")
 
     def columns(part: Any) -> tuple[Any, ...]:
