@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from opmux.core.ops.chunk_gates import RESET, exponents
 from opmux.core.ops.chunk_index import gather_rows
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import SUBLANES, Sizes
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import LANES, SUBLANES, Sizes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import IndexTable
 
 
@@ -94,8 +94,30 @@ class Window:
         return (token >= self.begin) & (token < self.end)
 
     def last(self, tokens: int) -> Any:
-        """Index of the last token that takes part, or of any if none does, as a slice."""
-        return pl.ds(tokens - 1, 1) if self.full else pl.ds(jnp.maximum(self.end - 1, 0), 1)
+        """The last token that takes part, or any if none does."""
+        return tokens - 1 if self.full else jnp.maximum(self.end - 1, 0)
+
+
+def read_row(rows: Any, row: Any, channels: Any) -> jax.Array:
+    """Some channels of a row of `[M, D]` in memory, `[1, D]`, where the row is known to the kernel only."""
+    if rows.shape[-1] <= LANES:
+        return rows[pl.ds(row, 1), channels]
+    # Mosaic loads from any row only where rows are one tile wide.
+    found = rows[:, channels]
+    return jnp.sum(jnp.where(_is_row(found, row), found, 0.0), axis=0, keepdims=True)
+
+
+def write_row(rows: Any, row: Any, channels: Any, found: jax.Array) -> None:
+    """Stores what `read_row` would load."""
+    if rows.shape[-1] <= LANES:
+        rows[pl.ds(row, 1), channels] = found
+    else:
+        before = rows[:, channels]
+        rows[:, channels] = jnp.where(_is_row(before, row), found, before)
+
+
+def _is_row(rows: jax.Array, row: Any) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, rows.shape, 0) == row
 
 
 def sum_after(gate: Any, window: Window, after: Any, totals: Any) -> None:
@@ -161,8 +183,8 @@ class ChannelGate:
     def total(self, head: Any, channels: Any) -> jax.Array:
         """Exponents of the state of a head `[1, D]`, for some of its channels."""
         if self.totals is not None:
-            return self.totals[pl.ds(head, 1), channels]
-        total = self.rows[head, self.window.last(self.rows.shape[1]), channels]
+            return read_row(self.totals, head, channels)
+        total = read_row(self.rows.at[head], self.window.last(self.rows.shape[1]), channels)
         return total if self.window.full else jnp.where(self.window.end > self.window.begin, total, 0.0)
 
     def after(self, head: Any, channels: Any) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import LANES, Sizes
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, Window, sum_after
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, Window, read_row, sum_after
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import rows_scratch, to_heads
 
 
@@ -72,7 +72,7 @@ class Chunk:
             keys = keys * jnp.exp(self.gk.after(head, channels))
         keys = keys.T
         if self.scalars is not None:
-            keys = keys * jnp.exp(self.scalars[pl.ds(head, 1), : self.k.shape[1]])
+            keys = keys * jnp.exp(read_row(self.scalars, head, slice(0, self.k.shape[1])))
         return keys, total
 
     def _values(self, head: Any, channels: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -82,7 +82,7 @@ class Chunk:
             total = self.gv.total(head, channels)
             values = values * jnp.exp(self.gv.after(head, channels))
         if self.scalars is not None:
-            scalar = self.scalars[pl.ds(head, 1), self.k.shape[1] :]
+            scalar = read_row(self.scalars, head, slice(self.k.shape[1], None))
             total = scalar if total is None else total + scalar
         return values, total
 

@@ -94,7 +94,7 @@ def _fixed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
     like = jax.typeof(inputs["k"]).manual_axis_type
     shapes = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, manual_axis_type=like)
-        for name, array in (inputs | {"h0": operands.get("h0")}).items()
+        for name, array in {**operands, **inputs}.items()
         if name in wanted
     }
     d_shapes = {f"d_{name}": shape for name, shape in shapes.items()}

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import SUBLANES
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, sum_before
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import ChannelGate, read_row, sum_before, write_row
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import for_heads, to_tokens
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import Chunk, decay, tiles
 
@@ -87,7 +86,7 @@ class Pullback:
             if "scalars" in self.out:
                 d_scalars += _sum_of_lanes(d_after)
         if "scalars" in self.out:
-            self.out["scalars"][pl.ds(head, 1), : self.chunk.k.shape[1]] = d_scalars
+            write_row(self.out["scalars"], head, slice(0, self.chunk.k.shape[1]), d_scalars)
 
     def _of_values(self, head: Any, d_state: Any) -> None:
         """Cotangents of the values, and of the sums of `gv` after each token."""
@@ -129,7 +128,7 @@ class Pullback:
             for i, row in zip(tiles(K), rows, strict=True):
                 self._write_total("gk", self.chunk.gk, head, i, row)
         if "scalars" in self.out:
-            self.out["scalars"][pl.ds(head, 1), self.chunk.k.shape[1] :] = d_scalar
+            write_row(self.out["scalars"], head, slice(self.chunk.k.shape[1], None), d_scalar)
 
     def finish(self) -> None:
         """Turns what all heads have noted into cotangents of tokens."""
@@ -146,7 +145,7 @@ class Pullback:
         rows = chunk.window.keep(chunk.k[head, :, channels])
         if chunk.scalars is not None:
             # Along lanes in memory, and wanted along sublanes.
-            row = chunk.scalars[pl.ds(head, 1), : chunk.k.shape[1]]
+            row = read_row(chunk.scalars, head, slice(0, chunk.k.shape[1]))
             column = jnp.broadcast_to(row, rows.shape[::-1]).T
             after = column if after is None else after + column
         return _Side(rows, None if after is None else jnp.exp(after))
@@ -159,7 +158,7 @@ class Pullback:
         chunk, total = self.chunk, None if self.chunk.gv is None else self.chunk.gv.total(head, channels)
         if chunk.scalars is None:
             return total
-        scalar = chunk.scalars[pl.ds(head, 1), chunk.k.shape[1] :]
+        scalar = read_row(chunk.scalars, head, slice(chunk.k.shape[1], None))
         return scalar if total is None else total + scalar
 
     def _times(self, rows: jax.Array, d_state: jax.Array, axis: int) -> jax.Array:
@@ -181,18 +180,19 @@ class Pullback:
             return
         # The exponent after a token is the running sum at the last one less that at the token.
         rows[head, :, channels] = -d_after
-        last = gate.window.last(rows.shape[1])
-        rows[head, last, channels] = rows[head, last, channels] + jnp.sum(d_after, axis=0, keepdims=True)
+        self._add_to_last(gate, rows.at[head], channels, jnp.sum(d_after, axis=0, keepdims=True))
 
     def _write_total(self, name: str, gate: ChannelGate | None, head: Any, channels: slice, d_total: jax.Array) -> None:
         """Notes the cotangents `[1, D]` of the sum of a gate over the chunk."""
         assert gate is not None
         if gate.totals is not None:
-            gate.totals[pl.ds(head, 1), channels] = d_total
-            return
-        rows = self.scratch[f"d_{name}_rows"]
-        last = gate.window.last(rows.shape[1])
-        rows[head, last, channels] = rows[head, last, channels] + d_total
+            write_row(gate.totals, head, channels, d_total)
+        else:
+            self._add_to_last(gate, self.scratch[f"d_{name}_rows"].at[head], channels, d_total)
+
+    def _add_to_last(self, gate: ChannelGate, rows: Any, channels: slice, d_last: jax.Array) -> None:
+        last = gate.window.last(rows.shape[0])
+        write_row(rows, last, channels, read_row(rows, last, channels) + d_last)
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, exact: bool) -> jax.Array:
