@@ -1,6 +1,6 @@
 """`attention` on TPUs, by the compiler's estimates, beside the Pallas kernel that JAX brings. Needs opmux[certify].
 
-    python benchmarks/attention_tpu.py [--target tpu-v6e,tpu-v5e] [--only forward,backward]
+    python benchmarks/attention_tpu.py [--target tpu-v6e,tpu-v5e] [--only forward,backward] [--shapes D=128]
 
 All kernels of a target are compiled in one run by one compiler. JAX's, `jax.experimental.pallas.ops.tpu.
 flash_attention`, stands with the best of a few blocks, and repeats keys and values where heads are grouped. Ours
@@ -107,10 +107,11 @@ def _sizes(config: Config) -> Any:
     )  # fmt: skip
 
 
-def jobs(which: str, target: str) -> Iterator[tuple[str, CompileJob]]:
+def jobs(which: str, target: str, shapes: list[str]) -> Iterator[tuple[str, CompileJob]]:
     """What is compiled, with the row that it belongs to."""
     op = "attention" if which == "forward" else "attention_vjp"
-    for name, (query, key) in SHAPES.items():
+    for name in shapes:
+        query, key = SHAPES[name]
         for causal in (True, False):
             row = f"{name} {'causal' if causal else 'full'}"
             args = {"query": _text(query), "key": _text(key), "value": _text(key)}
@@ -142,11 +143,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tpu-v6e,tpu-v5e")
     parser.add_argument("--only", default="forward,backward")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="names of shapes")
     parser.add_argument("--parallel", type=int, help="child processes at a time")
     arguments = parser.parse_args()
     for target in arguments.target.split(","):
         for which in arguments.only.split(","):
-            named = list(jobs(which, target))
+            named = list(jobs(which, target, arguments.shapes.split(",")))
             compiled = compile_jobs([job for _, job in named], parallel=arguments.parallel)
             results = {(result.workload, result.backend, _blocks(result.config)): result for result in compiled}
             print(f"{target}  {which}, estimated cycles")
