@@ -34,7 +34,10 @@ def in_16_bits(array, dtype):
 def arguments(name, dtype=jnp.bfloat16):
     """Those of a case, with queries, keys and values in 16 bits."""
     args, kwargs = CASES[name].arguments()
-    return tuple(in_16_bits(array, dtype) for array in args), kwargs
+    args = tuple(in_16_bits(array, dtype) for array in args)
+    if reasons := attention_config.supports(OP.request(args, kwargs), devices.device("h200")):
+        pytest.xfail(reasons[0].detail)  # bfloat16 and float16 together are float32
+    return args, kwargs
 
 
 def config_of(kind, request, changes):
