@@ -142,11 +142,11 @@ def main() -> None:
     for target in options.target.split(","):
         for group in options.only.split(","):
             rows = list(jobs(group, target))
-            results = {
-                result_key(result): result
+            names = {job.key: name for name, job in rows}
+            found = [
+                (names[result.key], result)
                 for result in compile_jobs([job for _, job in rows], parallel=options.parallel)
-            }
-            found = [(name, results[key]) for name, job in rows if (key := job_key(job)) in results]
+            ]
             print(table(target, group, found), flush=True)
 
 

@@ -140,20 +140,21 @@ def simulation_device() -> Generator[None]:
     """
     from jax._src.pallas.mosaic.interpret import thread_map
 
+    threads: Any = thread_map
     device = _simulation_client().devices()[0]
-    original = thread_map._run_jaxpr
+    original = threads._run_jaxpr
 
     def run(*args: Any) -> None:
         with jax.default_device(device):
             original(*args)
             jax.effects_barrier()  # the program may have gone on in the pool; the simulator counts on its end
 
-    thread_map._run_jaxpr = run
+    threads._run_jaxpr = run
     try:
         with jax.default_device(device):
             yield
     finally:
-        thread_map._run_jaxpr = original
+        threads._run_jaxpr = original
 
 
 def tpu_simulator(

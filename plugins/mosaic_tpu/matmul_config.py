@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +78,7 @@ def unit_precision(precision: Precision) -> lax.Precision | None:
     if precision is None:
         return lax.Precision.DEFAULT
     if isinstance(precision, tuple):
-        return max(precision, key=_ORDER.index)
+        return max(cast(tuple[lax.Precision, ...], precision), key=_ORDER.index)
     return _PRESETS.get(getattr(precision, "name", ""))
 
 
