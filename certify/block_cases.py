@@ -90,6 +90,7 @@ _CASES: dict[str, tuple[Case, ...]] = {
         attention_case.make_case(
             "blocks_16_bits", dtype=BF16, B=1, T=264, S=280, N=2, K=1, H=64, is_causal=True,
             causal_alignment="bottom_right", return_residual=True,
+            rtol=2.0**-6,  # of the residual too: its terms may be rounded to 16 bits, as they are for the output
         ),
         attention_case.make_case(
             "blocks_lengths", dtype=BF16, B=2, T=264, S=264, N=1, K=1, H=64,

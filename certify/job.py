@@ -26,8 +26,8 @@ class Workload(_Spec):
         int32 array whose values decide shapes (`cu_seqlens`).
       params: further arguments. Lists stand for tuples.
       wanted: for the backward: operands whose cotangents are needed; empty means all.
-      allowed_spills: by target, vector registers spilled that do not count as a failure. Only where no better
-        kernel is known for that target; the baseline still holds the number.
+      allowed_spills: by target or platform, stores to and loads from spill slots that do not count as a failure. Only
+        where no better kernel is known for that target; the baseline still holds the number.
       estimate: ask the compiler for its own cycle estimate, where it has one.
     """
 

@@ -84,8 +84,16 @@ def _reduce(name: str, x: str, **params: Any) -> Workload:
     return Workload(name=name, args={"x": x}, params=params)
 
 
+# On a TPU the scores of a block, and the pieces of a transposed or exact product, are more than its 64 registers
+# hold, and pass through vector memory between the matrix units. The estimates count that, and are best with blocks
+# of that size.
+_SCORES_SPILL = {"tpu": 12_000}
+_PRODUCTS_SPILL = {"tpu": 4_000}
+_STATES_SPILL = {"tpu": 128}
+
+
 def _matmul(name: str, a: str, b: str, **params: Any) -> Workload:
-    return Workload(name=name, args={"a": a, "b": b}, params=params)
+    return Workload(name=name, args={"a": a, "b": b}, params=params, allowed_spills=_PRODUCTS_SPILL)
 
 
 def _attention(
@@ -94,7 +102,7 @@ def _attention(
 ) -> Workload:  # fmt: skip
     shapes = {"query": query, "key": key, "value": value or key}
     args = {arg: f"{dtype}[{','.join(map(str, shape))}]" for arg, shape in shapes.items()}
-    return Workload(name=name, args={**args, **(arrays or {})}, params=params)
+    return Workload(name=name, args={**args, **(arrays or {})}, params=params, allowed_spills=_SCORES_SPILL)
 
 
 def _chunk(
@@ -111,7 +119,8 @@ def _chunk(
     args |= {gate: f"f32[1,{length},{heads}{shapes[gate]}]" for gate in gates.split()}
     if starts:
         args["cu_seqlens"] = starts
-    return Workload(name=name, args=args, params={"output_final_state": True, **params})
+    spills = _STATES_SPILL if dtype == "f32" else {}  # products of float32 are made of six
+    return Workload(name=name, args=args, params={"output_final_state": True, **params}, allowed_spills=spills)
 
 
 _HEADS = (1, 4096, 2, 128)
