@@ -94,8 +94,8 @@ class SimulateJob(BaseModel):
 def plan(backends: Iterable[str], ops: Iterable[str], level: Level) -> tuple[list[SimulateJob], list[str]]:
     """What is to be run for some backends and ops, and what cannot be: ops that have no oracle.
 
-    Level `quick` runs the cases that stand for transforms, and those of several blocks; `full` runs every case, and
-    those of several blocks under more options.
+    Level `quick` runs the cases of several blocks, and of the forward those that stand for transforms; `full` runs
+    every case, and those of several blocks under more options.
 
     Args:
       backends: names of backends; those without a simulator have nothing to run.
@@ -137,7 +137,7 @@ def _jobs(backend: str, op: Op, implemented: str, platform: str, level: Level) -
         for options in (*modes, *more):
             yield job(case, options, not backward)
     for case in op.cases():
-        if (level == "full" or case.transforms) and (case.grad or not backward):
+        if (case.grad or not backward) if level == "full" else case.transforms and not backward:
             for options in modes:
                 yield job(case, options, False)
 
