@@ -101,7 +101,7 @@ def _with_ones(value: jax.Array) -> jax.Array:
 
 
 def _kernel(tiling: Tiling, held: int, part_kv: int, prefetched: tuple[Any, ...], refs: dict[str, Any]) -> None:
-    b, _, _, i, step = (pl.program_id(axis) for axis in range(5))
+    b, i, step = (pl.program_id(axis) for axis in (0, 3, 4))
     steps = -(-tiling.grid[4] // held)
     first_block: Scalar = step * held if steps > 1 else 0
     bounds = tiling.bounds(b, prefetched)

@@ -130,7 +130,7 @@ def call(
     scratch: Mapping[str, Any],
     *,
     grid: tuple[int, ...],
-    semantics: tuple[str, ...],
+    semantics: tuple[Any, ...],
     vmem_limit_bytes: int,
     name: str,
 ) -> dict[str, jax.Array]:

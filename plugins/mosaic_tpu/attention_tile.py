@@ -126,7 +126,7 @@ class Tile:
             return array
         return jnp.where(self.valid_rows(chunk, array.shape), array.astype(jnp.float32), 0).astype(array.dtype)
 
-    def valid_rows(self, chunk: Scalar, shape: tuple[int, int]) -> jax.Array:
+    def valid_rows(self, chunk: Scalar, shape: tuple[int, ...]) -> jax.Array:
         """Which query rows, along lanes, are none of those that lie past the end."""
         first = self.i * self.tiling.q + chunk * self.tiling.chunk
         return lax.broadcasted_iota(jnp.int32, shape, 1) < self.bounds.q - first

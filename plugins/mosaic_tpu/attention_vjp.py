@@ -140,7 +140,7 @@ def _of_span(
 
 
 def _kernel(tiling: Tiling, prefetched: tuple[Any, ...], refs: dict[str, Any]) -> None:
-    b, _, g, i, j = (pl.program_id(axis) for axis in range(5))
+    b, g, i, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     bounds = tiling.bounds(b, prefetched)
     tile = Tile(tiling, refs, bounds, i, j)
     whole = tiling.whole(i, j, bounds, rows=True)

@@ -109,8 +109,9 @@ def _canonical(grid: Any, order: list[int]) -> list[Any]:
 def _reordered(placed: lay.Placed, order: list[int]) -> lay.Placed:
     """The operand of a grid whose axes stand in another order."""
     spec = placed.spec
+    index_map: Any = spec.index_map
 
     def at(*indices: Any) -> Any:
-        return spec.index_map(*_canonical(indices[:5], order), *indices[5:])
+        return index_map(*_canonical(indices[:5], order), *indices[5:])
 
     return lay.Placed(placed.array, pl.BlockSpec(spec.block_shape, at))
