@@ -146,8 +146,10 @@ def _has_profile(job: CompileJob) -> bool:
 def _with_cycles(result: CompileResult, profiled: Outcome) -> CompileResult:
     cycles: dict[str, float] = profiled.value if profiled.status == "ok" else {}
     kernels: list[KernelMeasures] = []
+    # XLA calls a kernel that has no name after the function around it. One that is alone needs none.
+    alone = next(iter(cycles.values())) if len(cycles) == len(result.kernels) == 1 else 0.0
     for kernel in result.kernels:
-        if found := cycles.get(kernel.kernel):
+        if found := cycles.get(kernel.kernel, alone):
             kernel = kernel.model_copy(update={"figures": {**kernel.figures, "estimated_cycles": found}})
         elif profiled.status != "ok":
             said = f"no cycle estimate: {profiled.words}"
