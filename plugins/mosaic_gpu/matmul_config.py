@@ -104,7 +104,7 @@ def default_config(request: Request, device: Device) -> MatmulConfig:
 
 def default_vjp_config(request: Request, device: Device) -> MatmulConfig:
     """The tile that suits the larger of the cotangents."""
-    spec = max((request[name] for name in request.wanted), key=lambda spec: spec.size)
+    spec = max((request[name] for name in request.wanted), key=lambda spec: spec.size, default=request["d_out"])
     return _config(spec.shape[-2], spec.shape[-1], spec.size, device)
 
 
