@@ -42,8 +42,8 @@ def supports(request: Request, device: Device) -> list[Rejection]:
     return []
 
 
-# XLA splits a product among threads by its rows, and wants about this many in a block to do so well. A block of
-# scores of that many rows should stay in the caches.
+# XLA splits a product among threads by its rows, and wants about this many in a block to do so well; half as many do
+# where blocks are short beside a diagonal. A block of scores of that many rows should stay in the caches.
 _ROWS = 2048
 _SCORES = 2**19
 
@@ -65,9 +65,10 @@ def _blocks(request: Request) -> AttentionConfig:
     if B * N * T * S <= _SCORES // 2:
         return AttentionConfig(block_q=T, block_kv=S, block_heads=max(K, 1), block_batch=B)
     cut = request.params.banded or any(name in request for name in ("q_lengths", "kv_lengths", "q_segments", "mask"))
-    q = _even(T, max(min(_ROWS // G, max(128, min(256, T // 2)) if cut else _ROWS), 1))
-    heads = divisor(max(K, 1), _ROWS // (G * q))
-    batch = divisor(B, _ROWS // (G * q * heads)) if heads == K else 1
+    rows = _ROWS // 2 if cut else _ROWS
+    q = _even(T, max(min(rows // G, max(128, min(512, T // 2)) if cut else rows), 1))
+    heads = divisor(max(K, 1), rows // (G * q))
+    batch = divisor(B, rows // (G * q * heads)) if heads == K else 1
     limit = max(_SCORES // (batch * heads * G * q), 256)
     kv = _even(S, min(limit, max(q, 256), 1024) if cut and T > 1 else limit)
     return AttentionConfig(block_q=q, block_kv=kv, block_heads=heads, block_batch=batch)
