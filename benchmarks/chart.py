@@ -1,6 +1,6 @@
 """Draws timings that a benchmark wrote with `--json`: how long each function took, in units of the group's first.
 
-python benchmarks/chart.py benchmarks/results/attention_cpu.json attention_cpu.svg
+python benchmarks/chart.py benchmarks/results/attention_cpu_jax_0.12.json attention_cpu.svg
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, value, limit in rows:
         print(f"{name:<36} {value:>9.3f}   {limit}")
     if options.json:
-        options.json.write_text(json.dumps({name: value for name, value, _ in rows}, indent=2))
+        facts = {"date": date.today().isoformat(), "python": sys.version.split()[0], "jax": jax.__version__}
+        options.json.write_text(json.dumps({**facts, **{name: value for name, value, _ in rows}}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
