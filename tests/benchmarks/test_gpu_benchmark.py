@@ -201,9 +201,14 @@ def test_deviations_are_relative_to_rows_and_see_what_is_not_finite(part):
 
 
 def test_sources_and_wheels_become_importable(tmp_path):
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    wheels.mkdir()
-    site.mkdir()
+    wheels, site, packages = tmp_path / "wheels", tmp_path / "site", tmp_path / "packages"
+    for folder in (wheels, site, packages):
+        folder.mkdir()
+    # All that is installed but opmux; -S leaves out what an editable install would find.
+    for installed in (path for path in map(Path, sys.path) if path.name == "site-packages"):
+        for entry in installed.iterdir():
+            if not entry.name.startswith(("opmux", "__")) and not (packages / entry.name).exists():
+                (packages / entry.name).symlink_to(entry)
     with zipfile.ZipFile(wheels / "brought-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("brought.py", "VALUE = 7\n")
     code = (
@@ -211,9 +216,7 @@ def test_sources_and_wheels_become_importable(tmp_path):
         f"print(prepare(Path({str(site)!r}), Path({str(wheels)!r}))['PYTHONPATH'].split(':')[0])\n"
         "import brought, opmux.core; print(brought.VALUE, opmux.core.__file__)"
     )
-    packages = [path for path in sys.path if path.endswith("site-packages")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *packages])}
-    # -S: an editable install is not seen, as on a machine where opmux was never installed
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(packages)])}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path
     )
