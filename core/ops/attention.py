@@ -212,6 +212,23 @@ def outputs(request: Request) -> dict[str, ArraySpec]:
     }
 
 
+def without_scores(request: Request) -> Outputs | None:
+    """The outputs, or cotangents, of a request in which no query meets any key; None for all others.
+
+    Kernels have no grid over nothing.
+    """
+    (B, T, N, _), S = request["query"].shape, request["key"].shape[1]
+    if B and T and N and S:
+        return None
+    if request.op != "attention":
+        return {name: jnp.zeros(request[name].shape, request[name].dtype) for name in request.wanted}
+    specs = outputs(request)
+    return {
+        "out": jnp.zeros(specs["out"].shape, specs["out"].dtype),
+        "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
+    }
+
+
 def cost(request: Request) -> Cost:
     """Two products over the visible part of the score matrix, bounded by the static band."""
     B, T, N, H = request["query"].shape

@@ -48,6 +48,13 @@ def diagonal(request: Request, operands: Operands) -> jax.Array:
     return kv_lengths - q_lengths
 
 
+def hides(request: Request) -> bool:
+    """Whether a query may be kept from seeing a key that another one sees."""
+    return request.params.banded or any(
+        name in request for name in ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")
+    )
+
+
 def visible(request: Request, operands: Operands) -> jax.Array:
     """True where a query may see a key; broadcasts to [B, N, T, S]."""
     T, S = request["query"].shape[1], request["key"].shape[1]

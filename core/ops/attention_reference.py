@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opmux.core.ops.attention_mask import AttentionParams, visible
+from opmux.core.ops.attention_mask import AttentionParams, hides, visible
 from opmux.core.request import Operands, Outputs, Request
 
 
@@ -25,10 +25,7 @@ def reference(request: Request, operands: Operands) -> Outputs:
     NaN and Inf must reach exactly the rows that see them, and products would spread them (0 * NaN). Where every row
     sees every key they may; elsewhere inputs that are not finite take a form that is careful, and slower.
     """
-    hides = request.params.banded or any(
-        name in request for name in ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")
-    )
-    if not hides:
+    if not hides(request):
         return _attend(request, operands, None)
     seen = visible(request, operands)
     checked = [operands[name] for name in ("query", "key", "value")]

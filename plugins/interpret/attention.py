@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.core.ops.attention import AttentionParams
+from opmux.core.indices import Scalar
+from opmux.core.ops.attention import AttentionParams, without_scores
 from opmux.core.ops.attention import outputs as output_specs
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, grid_start, masks, product, with_channels
+from opmux.plugins.interpret.attention_blocks import Blocks, grid_start, masks, product, with_channels
 from opmux.plugins.interpret.attention_config import AttentionConfig
 from opmux.plugins.interpret.attention_view import View
 
@@ -32,13 +33,10 @@ _TWO_PRODUCTS = 2**11
 
 def attention(request: Request, operands: Operands, config: AttentionConfig) -> Outputs:
     """`out` and `lse` of a canonical attention, in O(T + S) memory beside the bias and mask."""
+    trivial = without_scores(request)
+    if trivial is not None:
+        return trivial
     specs = output_specs(request)
-    if not (specs["lse"].size and request["key"].shape[1]):
-        # Nothing sees anything, and Pallas has no arrays without elements.
-        return {
-            "out": jnp.zeros(specs["out"].shape, specs["out"].dtype),
-            "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
-        }
     blocks = Blocks.of(request, config)
 
     def load(name: str) -> jax.Array:

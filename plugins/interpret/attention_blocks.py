@@ -17,13 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from opmux.core.indices import Scalar
 from opmux.core.ops.attention import accumulator
 from opmux.core.ops.attention_mask import diagonal
 from opmux.core.request import Operands, Request
 from opmux.plugins.interpret.attention_config import AttentionConfig, divisor
-
-Scalar = int | jax.Array
-"""A bound: a Python int where it is the same for every call, else a traced int32."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.plugins.interpret.attention_blocks import Blocks, Scalar
+from opmux.core.indices import Scalar, largest, smallest
+from opmux.plugins.interpret.attention_blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -98,28 +99,28 @@ class View:
                 return step(j * size, True, c)
             return lax.cond(self._seen(j * size).any(), lambda c: step(j * size, True, c), lambda c: c, c)
 
-        return loop(0, before + _upper(last - high, 0), edge, carry)
+        return loop(0, before + largest(last - high, 0), edge, carry)
 
     def bounds(self) -> tuple[Scalar, Scalar, Scalar, Scalar]:
         """Key blocks: some row sees those from the first number to the last, all rows those between the inner two."""
         blocks, params, size = self.blocks, self.blocks.request.params, self.blocks.kv
         q_length, kv_length, center = (self.length(i) for i in range(3))
-        end = _lower(self.t + blocks.q, _top(q_length))
+        end = smallest(self.t + blocks.q, _top(q_length))
         # Keys that some row sees, then keys that all rows see.
         some, every = (0, _top(kv_length)), (0, _bottom(kv_length))
         if params.left is not None:
-            some = _upper(some[0], self.t + _bottom(center) - params.left), some[1]
-            every = _upper(every[0], end - 1 + _top(center) - params.left), every[1]
+            some = largest(some[0], self.t + _bottom(center) - params.left), some[1]
+            every = largest(every[0], end - 1 + _top(center) - params.left), every[1]
         if params.right is not None:
-            some = some[0], _lower(some[1], end + _top(center) + params.right)
-            every = every[0], _lower(every[1], self.t + 1 + _bottom(center) + params.right)
-        first, last = some[0] // size, _upper(some[1] + size - 1, 0) // size
+            some = some[0], smallest(some[1], end + _top(center) + params.right)
+            every = every[0], smallest(every[1], self.t + 1 + _bottom(center) + params.right)
+        first, last = some[0] // size, largest(some[1] + size - 1, 0) // size
         if "lengths" in self.refs:
             last = jnp.where(self.t < end, last, first)
         if self.selective:
             return first, first, first, last
-        low = first if params.left is None else _lower(_upper((every[0] + size - 1) // size, first), last)
-        return first, low, _upper(_lower(every[1] // size, last), low), last
+        low = first if params.left is None else smallest(largest((every[0] + size - 1) // size, first), last)
+        return first, low, largest(smallest(every[1] // size, last), low), last
 
     @property
     def selective(self) -> bool:
@@ -171,14 +172,6 @@ def loop(start: Scalar, stop: Scalar, body: Callable[[Scalar, Any], Any], carry:
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return body(start, carry) if start < stop else carry
     return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
-
-
-def _lower(a: Scalar, b: Scalar) -> Scalar:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
-
-
-def _upper(a: Scalar, b: Scalar) -> Scalar:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def _top(value: Any) -> Scalar:

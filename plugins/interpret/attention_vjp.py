@@ -20,17 +20,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.core.ops.attention import AttentionParams
+from opmux.core.indices import Scalar
+from opmux.core.ops.attention import AttentionParams, without_scores
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.interpret.attention_blocks import Blocks, Scalar, grid_start, masks, product, with_channels
+from opmux.plugins.interpret.attention_blocks import Blocks, grid_start, masks, product, with_channels
 from opmux.plugins.interpret.attention_config import AttentionConfig
 from opmux.plugins.interpret.attention_view import View, loop
 
 
 def attention_vjp(request: Request, operands: Operands, config: AttentionConfig) -> Outputs:
     """Cotangents of the wanted operands, in O(T + S) memory beside the bias, its cotangent and the mask."""
-    if not (operands["lse"].size and request["key"].shape[1]):
-        return {name: jnp.zeros(request[name].shape, request[name].dtype) for name in request.wanted}
+    trivial = without_scores(request)
+    if trivial is not None:
+        return trivial
     blocks = Blocks.of(request, config)
     arrays = {**_saved(blocks, operands), **masks(blocks, operands)}
     B, K, G, T, S = blocks.B, blocks.K, blocks.G, blocks.T_padded, blocks.S_padded

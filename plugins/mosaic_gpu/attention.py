@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from opmux.core.config import Config
-from opmux.core.ops.attention import outputs as output_specs
+from opmux.core.ops.attention import without_scores
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_gpu.attention_blocks import Problem
 from opmux.plugins.mosaic_gpu.attention_config import TILE, AttentionConfig
@@ -33,12 +33,9 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
       config: an `AttentionConfig`.
     """
     config = cast(AttentionConfig, config)
-    specs = output_specs(request)
-    if not (specs["lse"].size and request["key"].shape[1]):  # nothing sees anything
-        return {
-            "out": jnp.zeros(specs["out"].shape, specs["out"].dtype),
-            "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
-        }
+    trivial = without_scores(request)
+    if trivial is not None:
+        return trivial
     problem, query = Problem.of(request), operands["query"]
     # The kernel takes a maximum before it scales, and masks with -inf, which must not meet a factor of 0.
     scale = problem.params.scale

@@ -18,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opmux.core.ops.attention_mask import AttentionParams
+from opmux.core.indices import Scalar, largest, smallest
+from opmux.core.ops.attention_mask import AttentionParams, hides
 from opmux.core.request import Request
 from opmux.plugins.mosaic_gpu.attention_config import channels
-
-Scalar = Any
-"""A bound: a Python int where it is the same for every call, else a traced int32."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Problem:
       lengths: whether lengths are given, so that bounds are read from memory.
       bias: shape of the bias, if there is one; mask likewise.
       segments: whether there are segment ids.
+      hides: whether some queries may see a key that others do not.
     """
 
     params: AttentionParams
@@ -97,6 +96,7 @@ class Problem:
     bias: tuple[int, ...] | None
     mask: tuple[int, ...] | None
     segments: bool
+    hides: bool
 
     @classmethod
     def of(cls, request: Request) -> Problem:
@@ -107,6 +107,7 @@ class Problem:
         return cls(
             request.params, request["query"].dtype, B, T, S, N, K, channels(H), channels(Hv),
             "q_lengths" in request or "kv_lengths" in request, bias, mask, "q_segments" in request,
+            hides(request),
         )  # fmt: skip
 
     @property
@@ -118,11 +119,6 @@ class Problem:
     def selective(self) -> bool:
         """Whether contents of arrays decide who sees whom, so that every block needs a mask."""
         return self.segments or (self.bias or self.mask) is not None
-
-    @property
-    def hides(self) -> bool:
-        """Whether some queries may see a key that others do not."""
-        return self.params.banded or self.lengths or self.selective
 
     def keys_of(self, row: Scalar, size: int, bounds: Bounds, block: int) -> Span:
         """Blocks of keys that the queries of a tile from `row` on see."""
@@ -140,33 +136,25 @@ def _span(
     block: int,
 ) -> Span:  # fmt: skip
     """Blocks, `block` wide, of `others` that rows from `row` on meet: row r those from r + center - before on."""
-    end = _least(row + size, length)
+    end = smallest(row + size, length)
     some, every = [0, others], [0, others]
     if before is not None:
-        some[0] = _most(0, row + center - before)
-        every[0] = _most(0, end - 1 + center - before)
+        some[0] = largest(0, row + center - before)
+        every[0] = largest(0, end - 1 + center - before)
     if after is not None:
-        some[1] = _least(others, end + center + after)
-        every[1] = _least(others, row + 1 + center + after)
+        some[1] = smallest(others, end + center + after)
+        every[1] = smallest(others, row + 1 + center + after)
     first = 0 if before is None else lax.div(some[0], block)
-    last = _most(_quotient(_most(some[1], 0) + (block - 1), block), first)
+    last = largest(_quotient(largest(some[1], 0) + (block - 1), block), first)
     if not isinstance(length, int):
         last = jnp.where(row < length, last, first)
-    low = first if before is None else _least(_most(lax.div(every[0] + (block - 1), block), first), last)
-    high = _least(_most(_quotient(_most(every[1], 0), block), low), last)
+    low = first if before is None else smallest(largest(lax.div(every[0] + (block - 1), block), first), last)
+    high = smallest(largest(_quotient(largest(every[1], 0), block), low), last)
     return Span(first, low, high, last)
 
 
 def _quotient(a: Scalar, b: int) -> Scalar:
     return a // b if isinstance(a, int) else lax.div(a, b)
-
-
-def _least(a: Scalar, b: Scalar) -> Scalar:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
-
-
-def _most(a: Scalar, b: Scalar) -> Scalar:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def fold(span: Span, step: Callable[[bool, Scalar, Any], Any], carry: Any) -> Any:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from opmux.plugins.mosaic_gpu.attention_blocks import Problem, Scalar
+from opmux.core.indices import Scalar
+from opmux.plugins.mosaic_gpu.attention_blocks import Problem
 from opmux.plugins.mosaic_gpu.attention_config import TILE, channels
 from opmux.plugins.mosaic_gpu.capability import tiled_shape
 from opmux.plugins.mosaic_gpu.pallas import pad_for_simulator, padded_for_simulator

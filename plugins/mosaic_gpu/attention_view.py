@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from opmux.core.indices import Scalar
 from opmux.core.ops.attention_mask import diagonal
 from opmux.core.request import Operands, Request
-from opmux.plugins.mosaic_gpu.attention_blocks import Bounds, Problem, Scalar, rows_of
+from opmux.plugins.mosaic_gpu.attention_blocks import Bounds, Problem, rows_of
 from opmux.plugins.mosaic_gpu.pallas import load_tile
 
 

@@ -26,13 +26,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core.config import Config
+from opmux.core.indices import Scalar
 from opmux.core.ops.attention import outputs as output_specs
+from opmux.core.ops.attention import without_scores
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_tpu import attention_operands as lay
 from opmux.plugins.mosaic_tpu.attention_config import AttentionConfig
 from opmux.plugins.mosaic_tpu.attention_stages import LOWEST, Stages
 from opmux.plugins.mosaic_tpu.attention_tile import Exponent, Tile
-from opmux.plugins.mosaic_tpu.attention_tiling import Scalar, Tiling, when
+from opmux.plugins.mosaic_tpu.attention_tiling import Tiling, when
 from opmux.plugins.mosaic_tpu.dense_config import PACKED_ROWS, SUBLANES, round_up
 
 
@@ -45,13 +47,10 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
       config: an `AttentionConfig`.
     """
     config = cast(AttentionConfig, config)
+    trivial = without_scores(request)
+    if trivial is not None:
+        return trivial
     specs = output_specs(request)
-    if not (specs["lse"].size and request["key"].shape[1]):
-        # Nothing sees anything, and Pallas has no grid over nothing.
-        return {
-            "out": jnp.zeros(specs["out"].shape, specs["out"].dtype),
-            "lse": jnp.full(specs["lse"].shape, -jnp.inf, specs["lse"].dtype),
-        }
     tiling = Tiling.of(request, config.block_q, config.block_kv, config.chunk_q)
     # A block of a bias or mask for each block of keys that is in VMEM would be too much.
     held = 1 if tiling.selective else min(max(config.span_kv // tiling.kv, 1), tiling.grid[4])

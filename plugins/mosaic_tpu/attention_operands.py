@@ -31,8 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core import compat
+from opmux.core.indices import Scalar
 from opmux.core.request import Operands
-from opmux.plugins.mosaic_tpu.attention_tiling import Scalar, Tiling
+from opmux.plugins.mosaic_tpu.attention_tiling import Tiling
 from opmux.plugins.mosaic_tpu.dense_config import LANES
 
 

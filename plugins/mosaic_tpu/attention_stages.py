@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from opmux.core.indices import Scalar, smallest
 from opmux.plugins.mosaic_tpu import attention_operands as lay
 from opmux.plugins.mosaic_tpu.attention_tile import Exponent, Tile
-from opmux.plugins.mosaic_tpu.attention_tiling import Scalar, Tiling, quotient, smallest, when
+from opmux.plugins.mosaic_tpu.attention_tiling import Tiling, quotient, when
 from opmux.plugins.mosaic_tpu.dense_config import SUBLANES
 
 LOWEST = float(np.finfo(np.float32).min)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from opmux.core.indices import Scalar
 from opmux.core.ops.attention_mask import AttentionParams
-from opmux.plugins.mosaic_tpu.attention_tiling import Bounds, Scalar, Tiling
+from opmux.plugins.mosaic_tpu.attention_tiling import Bounds, Tiling
 from opmux.plugins.mosaic_tpu.dense_config import LANES
 
 

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from opmux.core.indices import Scalar, largest, smallest
 from opmux.core.ops.attention_mask import AttentionParams, diagonal
 from opmux.core.request import Operands, Request
 from opmux.plugins.mosaic_tpu.dense_config import LANES, round_up
-
-Scalar = int | jax.Array
-"""An index or a bound: a Python int where it is the same for every call, else a traced int32."""
 
 
 @dataclass(frozen=True)
@@ -213,16 +211,6 @@ def when(condition: Any, body: Callable[[], None]) -> None:
         body()
     elif condition is not False:
         pl.when(condition)(body)
-
-
-def smallest(a: Scalar, b: Scalar) -> Scalar:
-    """The lesser of two indices."""
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
-
-
-def largest(a: Scalar, b: Scalar) -> Scalar:
-    """The greater of two indices."""
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def clip(a: Scalar, low: Scalar, high: Scalar) -> Scalar:

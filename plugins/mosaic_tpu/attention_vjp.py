@@ -26,11 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core.config import Config
+from opmux.core.indices import Scalar
+from opmux.core.ops.attention import without_scores
 from opmux.core.request import Operands, Outputs, Request
 from opmux.plugins.mosaic_tpu import attention_operands as lay
 from opmux.plugins.mosaic_tpu.attention_config import AttentionVjpConfig
 from opmux.plugins.mosaic_tpu.attention_tile import Exponent, Tile
-from opmux.plugins.mosaic_tpu.attention_tiling import Scalar, Tiling, all_of, opposite, when
+from opmux.plugins.mosaic_tpu.attention_tiling import Tiling, all_of, opposite, when
 from opmux.plugins.mosaic_tpu.attention_vjp_bias import bias_cotangent
 from opmux.plugins.mosaic_tpu.attention_vjp_tile import place_saved, weights_and_cotangents
 
@@ -44,8 +46,9 @@ def attention_vjp(request: Request, operands: Operands, config: Config) -> Outpu
       config: an `AttentionVjpConfig`.
     """
     config = cast(AttentionVjpConfig, config)
-    if not (operands["lse"].size and request["key"].shape[1]):
-        return {name: jnp.zeros(request[name].shape, request[name].dtype) for name in request.wanted}
+    trivial = without_scores(request)
+    if trivial is not None:
+        return trivial
     saved = _saved(request, operands)
     found: Outputs = {}
     if "bias" in request.wanted:

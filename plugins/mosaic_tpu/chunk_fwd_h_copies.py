@@ -6,7 +6,7 @@ one block is on its way while the other one is computed on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core.request import Operands
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import IndexTable
 
 CHANNELS = ("k", "v", "gk", "gv")
 _HEAD_AXIS = {
@@ -44,6 +46,47 @@ def block(name: str, sizes: Sizes) -> tuple[int, ...]:
     if name in CHANNELS:
         return (sizes.bt, sizes.bh, sizes.K if name in ("k", "gk") else sizes.bv)
     return (sizes.bh, sizes.bt + 1) if name == "scalars" else (sizes.bh, sizes.K, sizes.bv)
+
+
+def launch(
+    kernel: Callable[..., None], index: IndexTable, inputs: Mapping[str, jax.Array], shapes: Mapping[str, Any],
+    scratch: Mapping[str, Any], sizes: Sizes, *, grid: tuple[int, ...], vmem_limit: int, name: str,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Runs a kernel that moves everything itself.
+
+    Args:
+      kernel: called with the counts and the table of the index, `inputs` and outputs in HBM, their buffers, the
+        semaphores of their streams, and the scratch, each by name.
+      index: the rows to run.
+      inputs: arrays by name.
+      shapes: outputs by name.
+      scratch: further memory by name.
+      sizes: of the problem and its blocks.
+      grid: blocks of heads, and of values where they are apart; none needs another one.
+      vmem_limit: bytes of vector memory.
+      name: the kernel's name.
+    """
+    arrays = {**inputs, **shapes}
+    in_smem, in_hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[in_smem, in_smem, dict.fromkeys(inputs, in_hbm)],
+        out_specs=dict.fromkeys(shapes, in_hbm),
+        out_shape=dict(shapes),
+        scratch_shapes=[
+            {name: pltpu.VMEM((2, *block(name, sizes)), array.dtype) for name, array in arrays.items()},
+            pltpu.SemaphoreType.DMA((len(arrays), 2)),
+            dict(scratch),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * len(grid),
+            vmem_limit_bytes=vmem_limit,
+            # `index_table` keeps every index in range, whatever the offsets are.
+            disable_bounds_checks=True,
+        ),
+        name=name,
+    )(index.counts, index.table, dict(inputs))
 
 
 class Copies:
@@ -77,6 +120,27 @@ class Copies:
         """States of all heads, `at` a sequence or a row."""
         hbm = self._hbm[name].at[(*at, self._heads, slice(None), self._values)]
         return self._copy(name, hbm, self._buffers[name].at[slot], slot, out)
+
+    def send_state(self, name: str, state: Any, goes: Any, sent: Any, sequence: Any) -> None:
+        """Copies a state to that of a sequence where `goes` is 1; `sent` were before it, and took the slots in turn."""
+        slot = sent & 1
+
+        @pl.when(goes == 1)
+        def _send() -> None:
+            @pl.when(sent >= 2)
+            def _free_slot() -> None:
+                self.states(name, (jnp.int32(0),), slot, out=True).wait()
+
+            copy_heads(self._buffers[name].at[slot], state)
+            self.states(name, (sequence,), slot, out=True).start()
+
+    def wait_for_sent(self, name: str, sent: Any) -> None:
+        """Waits for the states that are still on their way."""
+        for back in (1, 2):
+
+            @pl.when(sent >= back)
+            def _wait(slot: Any = (sent - back) & 1) -> None:
+                self.states(name, (jnp.int32(0),), slot, out=True).wait()
 
     def _copy(self, name: str, hbm: Any, buffer: Any, slot: Any, out: bool) -> Any:
         ends = (buffer, hbm) if out else (hbm, buffer)

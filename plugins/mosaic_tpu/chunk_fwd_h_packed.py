@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core.request import Operands, Outputs
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, block, whole_blocks
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, launch, whole_blocks
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, for_heads
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
@@ -47,27 +47,11 @@ def packed_states(operands: Operands, sizes: Sizes, stored: Any, final: bool, vm
     shapes = {"h": jax.ShapeDtypeStruct((1, sizes.num_splits, *state), stored, manual_axis_type=like)}
     if final:
         shapes["ht"] = jax.ShapeDtypeStruct((sizes.N, *state), jnp.float32, manual_axis_type=like)
-    arrays = {**inputs, **shapes}
-    in_smem, in_hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
-    found = pl.pallas_call(
-        lambda *refs: _kernel(*refs, fields=fields, sizes=sizes),
-        grid=(sizes.head_blocks, sizes.value_blocks),
-        in_specs=[in_smem, in_smem, dict.fromkeys(inputs, in_hbm)],
-        out_specs=dict.fromkeys(shapes, in_hbm),
-        out_shape=shapes,
-        scratch_shapes=[
-            {name: pltpu.VMEM((2, *block(name, sizes)), array.dtype) for name, array in arrays.items()},
-            pltpu.SemaphoreType.DMA((len(arrays), 2)),
-            {"state": pltpu.VMEM((sizes.bh, sizes.K, sizes.bv), jnp.float32), **chunk_scratch(inputs, sizes)},
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"),
-            vmem_limit_bytes=vmem_limit,
-            # `index_table` keeps every index in range, whatever the offsets are.
-            disable_bounds_checks=True,
-        ),
-        name="chunk_fwd_h_packed",
-    )(index.counts, index.table, inputs)
+    scratch = {"state": pltpu.VMEM((sizes.bh, sizes.K, sizes.bv), jnp.float32), **chunk_scratch(inputs, sizes)}
+    found = launch(
+        lambda *refs: _kernel(*refs, fields=fields, sizes=sizes), index, inputs, shapes, scratch, sizes,
+        grid=(sizes.head_blocks, sizes.value_blocks), vmem_limit=vmem_limit, name="chunk_fwd_h_packed",
+    )  # fmt: skip
     return {name: array[..., :H, :, :] if sizes.H != H else array for name, array in found.items()}
 
 
@@ -115,18 +99,8 @@ def _kernel(
     def close_sequence(words: Any, closed: Any) -> Any:
         if "ht" not in out:
             return zero
-        closes, slot = field("closes", words), closed & 1
-
-        @pl.when(closes == 1)
-        def _close() -> None:
-            @pl.when(closed >= 2)
-            def _free_slot() -> None:
-                copies.states("ht", (zero,), slot, out=True).wait()
-
-            copy_heads(buffers["ht"].at[slot], state)
-            copies.states("ht", (field("sequence", words),), slot, out=True).start()
-
-        return closes
+        copies.send_state("ht", state, field("closes", words), closed, field("sequence", words))
+        return field("closes", words)
 
     def run_row(row: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         words, h_row, closed, stored_before, stored_earlier = carry
@@ -171,8 +145,4 @@ def _kernel(
             copies.states("h", (0, zero), slot, out=True).wait()
 
     if "ht" in out:
-        for back in (1, 2):
-
-            @pl.when(closed >= back)
-            def _wait_for_final_states(slot: Any = (closed - back) & 1) -> None:
-                copies.states("ht", (zero,), slot, out=True).wait()
+        copies.wait_for_sent("ht", closed)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from opmux.core.request import Operands, Outputs
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import Sizes
-from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, block, whole_blocks
+from opmux.plugins.mosaic_tpu.chunk_fwd_h_copies import CHANNELS, Copies, launch, whole_blocks
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_gates import Window, pick_scalar_gates, scalar_exponents
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_heads import copy_heads, rows_scratch
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_step import chunk_of, chunk_scratch
@@ -47,31 +47,15 @@ def packed_cotangents(operands: Operands, sizes: Sizes, wanted: tuple[str, ...],
         f"d_{name}": jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype, manual_axis_type=like)
         for name in wanted
     }
-    arrays = {**inputs, **shapes}
-    in_smem, in_hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
-    found = pl.pallas_call(
-        lambda *refs: _kernel(*refs, fields=fields, sizes=sizes),
-        grid=(sizes.head_blocks,),
-        in_specs=[in_smem, in_smem, dict.fromkeys(inputs, in_hbm)],
-        out_specs=dict.fromkeys(shapes, in_hbm),
-        out_shape=shapes,
-        scratch_shapes=[
-            {name: pltpu.VMEM((2, *block(name, sizes)), array.dtype) for name, array in arrays.items()},
-            pltpu.SemaphoreType.DMA((len(arrays), 2)),
-            {
-                "d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32),
-                **chunk_scratch(inputs, sizes),
-                **rows_scratch(shapes, sizes, "d_"),
-            },
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",),
-            vmem_limit_bytes=vmem_limit,
-            # `index_table` keeps every index in range, whatever the offsets are.
-            disable_bounds_checks=True,
-        ),
-        name="chunk_fwd_h_vjp_packed",
-    )(index.counts, index.table, inputs)
+    scratch = {
+        "d_state": pltpu.VMEM((sizes.bh, sizes.K, sizes.V), jnp.float32),
+        **chunk_scratch(inputs, sizes),
+        **rows_scratch(shapes, sizes, "d_"),
+    }
+    found = launch(
+        lambda *refs: _kernel(*refs, fields=fields, sizes=sizes), index, inputs, shapes, scratch, sizes,
+        grid=(sizes.head_blocks,), vmem_limit=vmem_limit, name="chunk_fwd_h_vjp_packed",
+    )  # fmt: skip
     cotangents = {name[2:]: _first_heads(name[2:], array, H) for name, array in found.items()}
     if pull_scalars is not None and "scalars" in wanted:
         # Rows without tokens have no cotangent, and those that were not run hold anything.
@@ -199,18 +183,8 @@ def _kernel(
     def open_sequence(words: Any, opened: Any) -> Any:
         if "d_h0" not in out:
             return zero
-        opens, slot = field("opens", words), opened & 1
-
-        @pl.when(opens == 1)
-        def _open() -> None:
-            @pl.when(opened >= 2)
-            def _free_slot() -> None:
-                copies.states("d_h0", (zero,), slot, out=True).wait()
-
-            copy_heads(buffers["d_h0"].at[slot], d_state)
-            copies.states("d_h0", (field("sequence", words),), slot, out=True).start()
-
-        return opens
+        copies.send_state("d_h0", d_state, field("opens", words), opened, field("sequence", words))
+        return field("opens", words)
 
     last = fields.row(table, count - 1)
     load(count - 1, last, counts[2], counts[3], zero)
@@ -220,18 +194,15 @@ def _kernel(
     # What is still on its way out.
     rows_out.wait(length_last, (count - 1) & 1)
     rows_out.wait(length_before, count & 1)
-    for back in (1, 2):
-        if "d_scalars" in out:
+    if "d_scalars" in out:
+        for back in (1, 2):
 
             @pl.when(count >= back)
             def _wait_for_scalars(slot: Any = (count - back) & 1) -> None:
                 copies.scalars("d_scalars", zero, slot, out=True).wait()
 
-        if "d_h0" in out:
-
-            @pl.when(opened >= back)
-            def _wait_for_initial_states(slot: Any = (opened - back) & 1) -> None:
-                copies.states("d_h0", (zero,), slot, out=True).wait()
+    if "d_h0" in out:
+        copies.wait_for_sent("d_h0", opened)
 
     # Tokens after the last sequence, which only traced offsets leave, have no part in anything.
     for name in tokens_out:
