@@ -180,10 +180,12 @@ import importlib.util
 spec = importlib.util.spec_from_file_location("toys", {__file__!r})
 toys = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(toys)
+print("simulates", flush=True)
 toys.simulated(toys.HANG, toys.X).block_until_ready()
 """
-    with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run([sys.executable, "-c", child], timeout=20, check=True)
+    with pytest.raises(subprocess.TimeoutExpired) as expired:
+        subprocess.run([sys.executable, "-c", child], timeout=20, check=True, stdout=subprocess.PIPE)
+    assert expired.value.stdout == b"simulates\n", "it took all its time to start"
 
 
 @pytest.fixture
