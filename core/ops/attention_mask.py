@@ -37,15 +37,14 @@ class AttentionParams:
         return self.left is not None or self.right is not None
 
 
-def diagonal(request: Request, operands: Operands) -> jax.Array:
-    """The key that query row 0 of each batch element stands on, [B] int32; 0 unless `bottom_right`."""
-    B, T = request["query"].shape[:2]
-    S = request["key"].shape[1]
-    if not request.params.bottom_right:
-        return jnp.zeros((B,), jnp.int32)
-    q_lengths = operands.get("q_lengths", jnp.full((B,), T, jnp.int32))
-    kv_lengths = operands.get("kv_lengths", jnp.full((B,), S, jnp.int32))
-    return kv_lengths - q_lengths
+def lengths(request: Request, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each batch element the valid queries, the valid keys, and the key that query row 0 stands on, [B] int32."""
+    (B, T), S = request["query"].shape[:2], request["key"].shape[1]
+    q, kv = (
+        operands.get(name, jnp.full((B,), size, jnp.int32)) for name, size in (("q_lengths", T), ("kv_lengths", S))
+    )
+    diagonal = kv - q if request.params.bottom_right else jnp.zeros((B,), jnp.int32)
+    return jnp.minimum(q, T), jnp.minimum(kv, S), diagonal
 
 
 def hides(request: Request) -> bool:
@@ -66,7 +65,8 @@ def visible(request: Request, operands: Operands) -> jax.Array:
     if "kv_lengths" in operands:
         seen = seen & (columns < operands["kv_lengths"][:, None, None])
     if request.params.banded:
-        center = rows + diagonal(request, operands)[:, None, None]
+        _, _, diagonal = lengths(request, operands)
+        center = rows + diagonal[:, None, None]
         if request.params.left is not None:
             seen = seen & (columns >= center - request.params.left)
         if request.params.right is not None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from opmux.core.indices import Scalar
 from opmux.core.ops.attention import accumulator
-from opmux.core.ops.attention_mask import diagonal
+from opmux.core.ops.attention_mask import lengths
 from opmux.core.request import Operands, Request
 from opmux.plugins.interpret.attention_config import AttentionConfig, divisor
 
@@ -138,14 +138,7 @@ def masks(blocks: Blocks, operands: Operands) -> dict[str, jax.Array]:
     request = blocks.request
     arrays: dict[str, jax.Array] = {}
     if "q_lengths" in operands or "kv_lengths" in operands:
-        full = jnp.ones((blocks.B,), jnp.int32)
-        arrays["lengths"] = jnp.stack(
-            [
-                jnp.minimum(operands.get("q_lengths", full * blocks.T), blocks.T),
-                jnp.minimum(operands.get("kv_lengths", full * blocks.S), blocks.S),
-                diagonal(request, operands),
-            ]
-        )
+        arrays["lengths"] = jnp.stack(lengths(request, operands))
     if "q_segments" in operands:
         arrays["q_segments"] = _pad(operands["q_segments"], 1, blocks.T_padded, 0)
         arrays["kv_segments"] = _pad(operands["kv_segments"], 1, blocks.S_padded, 0)

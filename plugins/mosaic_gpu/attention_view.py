@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from opmux.core.indices import Scalar
-from opmux.core.ops.attention_mask import diagonal
+from opmux.core.ops.attention_mask import lengths
 from opmux.core.request import Operands, Request
 from opmux.plugins.mosaic_gpu.attention_blocks import Bounds, Problem, rows_of
-from opmux.plugins.mosaic_gpu.pallas import load_tile
+from opmux.plugins.mosaic_gpu.pallas import load_tile, pad_axis
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,10 @@ def masks(
     """
     arrays: dict[str, jax.Array] = {}
     if problem.lengths:
-        full = ((name, jnp.full((problem.B,), size, jnp.int32)) for name, size in (("q", problem.T), ("kv", problem.S)))
-        both = [jnp.minimum(operands.get(f"{name}_lengths", size), size) for name, size in full]
-        arrays["lengths"] = jnp.stack([*both, diagonal(request, operands)])
+        arrays["lengths"] = jnp.stack(lengths(request, operands))
     if problem.segments:
         for name, size in (("q_segments", queries), ("kv_segments", keys)):
-            arrays[name] = _pad(operands[name], 1, size)
+            arrays[name] = pad_axis(operands[name], 1, size)
     for name in ("bias", "mask"):
         if name in operands:
             array = operands[name]
@@ -147,13 +145,8 @@ def _scores(array: jax.Array, problem: Problem, queries: int, keys: int, query_a
     b, n, t, s = array.shape
     if t == s == 1:
         array, t = jnp.broadcast_to(array, (b, n, problem.T, 1)), problem.T
-    array = _pad(array, 2, queries) if t > 1 or s == 1 else array
-    array = _pad(array, 3, keys) if s > 1 else array
+    array = pad_axis(array, 2, queries) if t > 1 or s == 1 else array
+    array = pad_axis(array, 3, keys) if s > 1 else array
     if t > 1 and s > 1:
         return array.swapaxes(2, 3) if query_axis else array
     return array[:, :, 0] if s > 1 else array[..., 0]
-
-
-def _pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:
-    more = [(0, -size % multiple if i == axis else 0) for i, size in enumerate(array.shape)]
-    return jnp.pad(array, more) if any(after for _, after in more) else array

@@ -138,6 +138,13 @@ def wide(array: jax.Array, itemsize: int = 0) -> jax.Array:
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED(array.shape, piece))
 
 
+def pad_axis(array: jax.Array, axis: int, multiple: int, fill: Any = 0) -> jax.Array:
+    """The array with one axis made a multiple of something, with `fill` at its end."""
+    short = -array.shape[axis] % multiple
+    widths = [(0, short if number == axis else 0) for number in range(array.ndim)]
+    return jnp.pad(array, widths, constant_values=fill) if short else array
+
+
 def pad_for_simulator(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
     """The array, padded with zeros to a multiple of the tile along each axis, where a simulator needs it to be.
 

@@ -27,7 +27,7 @@ from jax import lax
 from opmux.core.config import Config
 from opmux.core.ops.reduce import ReduceParams, outputs
 from opmux.core.request import Operands, Outputs, Request
-from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS
+from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, pad_axis
 from opmux.plugins.mosaic_gpu.reduce_columns import reduce_columns
 from opmux.plugins.mosaic_gpu.reduce_config import LINE_BYTES, TILE_ROWS, ReduceConfig
 from opmux.plugins.mosaic_gpu.reduce_direct import reduce_direct
@@ -86,7 +86,7 @@ def _rows(x: jax.Array, reduction: Reduction, config: ReduceConfig) -> jax.Array
     """Reduces [A, R] to [A] by rows of tiles."""
     A = x.shape[0]
     line = LINE_BYTES // x.dtype.itemsize
-    x = _pad(x, 1, line, reduction)
+    x = pad_axis(x, 1, line, reduction.identity(x.dtype))
     lines = x.shape[1] // line
     # At least four lines in each part; and rows in eights, as the tile's swizzle has them.
     eights = 8 // math.gcd(A, 8)
@@ -95,7 +95,7 @@ def _rows(x: jax.Array, reduction: Reduction, config: ReduceConfig) -> jax.Array
     parts = _even_parts(fitting, lambda k: -(-A * k // TILE_ROWS), config.num_ctas, x.shape[1])
     if 4 * parts < wanted:  # no divisor comes near
         parts = wanted + -wanted % eights
-        x = _pad(x, 1, line * parts, reduction)
+        x = pad_axis(x, 1, line * parts, reduction.identity(x.dtype))
     rows = x.reshape(A * parts, -1)
     if parts == 1:
         return reduce_rows(rows, reduction, config)
@@ -114,11 +114,11 @@ def _columns(x: jax.Array, reduction: Reduction, config: ReduceConfig) -> jax.Ar
         beside = next((k for k in range(least, R) if R % k == 0 and k * B % aligned == 0), 0)
         if not beside and width >= 8 * B:
             beside = least + -least % aligned
-            x = _pad(x, 1, beside, reduction)
+            x = pad_axis(x, 1, beside, reduction.identity(x.dtype))
         if beside:
             partial = _columns(x.reshape(A, -1, beside * B), _between(reduction), config)
             return _join(partial.reshape(A, beside, B), reduction)
-        x = _pad(x, 2, aligned, reduction)
+        x = pad_axis(x, 2, aligned, reduction.identity(x.dtype))
     # At least four tiles in each part.
     tile_r = config.tile_r * (4 // x.dtype.itemsize)
     across = A * -(-x.shape[2] // width)
@@ -163,12 +163,6 @@ def _small(x: jax.Array, reduction: Reduction) -> jax.Array:
     beside = min(4 * _LANES // C, -(-R // 32))
     if R <= 64 or beside < 2:
         return reduce_direct(x, reduction)
-    x = _pad(x, 0, beside, reduction)
+    x = pad_axis(x, 0, beside, reduction.identity(x.dtype))
     partial = reduce_direct(x.reshape(-1, beside * C), _between(reduction))
     return _small(partial.reshape(beside, C), reduction)
-
-
-def _pad(x: jax.Array, axis: int, multiple: int, reduction: Reduction) -> jax.Array:
-    short = -x.shape[axis] % multiple
-    widths = [(0, short if number == axis else 0) for number in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=reduction.identity(x.dtype)) if short else x

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from opmux.core.indices import Scalar, largest, smallest
-from opmux.core.ops.attention_mask import AttentionParams, diagonal
+from opmux.core.ops.attention_mask import AttentionParams, lengths
 from opmux.core.request import Operands, Request
 from opmux.plugins.mosaic_tpu.dense_config import LANES, round_up
 
@@ -105,15 +105,9 @@ class Tiling:
         """What goes to SMEM ahead of the grid: valid queries, valid keys and diagonals of all batch elements, flat."""
         if not self.lengths:
             return []
-        full = jnp.ones((self.B,), jnp.int32)
-        S = self.request["key"].shape[1]
-        kv = jnp.minimum(operands.get("kv_lengths", full * S), S) - self.first_key
-        bounds = (
-            jnp.minimum(operands.get("q_lengths", full * self.T), self.T),
-            jnp.clip(kv, 0, self.S),
-            diagonal(self.request, operands) - self.first_key,
-        )
-        return [jnp.concatenate(bounds)]
+        q, kv, diagonal = lengths(self.request, operands)
+        kv = jnp.clip(kv - self.first_key, 0, self.S)
+        return [jnp.concatenate([q, kv, diagonal - self.first_key])]
 
     def bounds(self, b: Scalar, prefetched: tuple[Any, ...]) -> Bounds:
         """The bounds of a batch element."""
