@@ -80,6 +80,8 @@ class Implementation:
       default_config: `(request, device) -> config`; `config()` if not given.
       priority: by device name (`h200`), platform (`cuda`) or `*`, the narrowest entry counts; higher is
         preferred; 0 if none matches.
+      priority_for: `(request, device) -> priority` for the requests on which it depends on more than the device; None
+        for the others. Pure and fast, as `supports`.
       forward_mode: JAX can differentiate the kernel itself, in both modes, so it needs no backward.
       backend: filled in by the loader.
       builtin: filled in by the loader: the implementation comes from opmux's own distribution.
@@ -91,12 +93,17 @@ class Implementation:
     config: type[Config] = NoConfig
     default_config: Callable[[Request, Device], Config] | None = None
     priority: Mapping[str, int] = field(default_factory=_no_priority)
+    priority_for: Callable[[Request, Device], int | None] | None = None
     forward_mode: bool = False
     backend: str = ""
     builtin: bool = False
 
-    def priority_on(self, device: Device) -> int:
-        """Priority on a device."""
+    def priority_on(self, device: Device, request: Request | None = None) -> int:
+        """Priority on a device, for a request if one is given."""
+        if self.priority_for is not None and request is not None:
+            found = self.priority_for(request, device)
+            if found is not None:
+                return found
         for key in (device.name, device.platform, "*"):
             if key in self.priority:
                 return self.priority[key]

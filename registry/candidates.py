@@ -108,8 +108,9 @@ def consider(
     if info.platforms and (device.platform not in info.platforms or policy.simulate == "always"):
         simulator, rejection = _away_from_home(info, device, policy, forced)
         rejections += [rejection] if rejection is not None else []
-    choice, problem = None, ""
+    choice, problem, priority = None, "", 0
     try:
+        priority = implementation.priority_on(device, request)
         rejections += _asked(implementation, request, device)
         if not rejections:
             fitted = _config(implementation, request, device, config)
@@ -118,7 +119,7 @@ def consider(
         problem = _explain_config(error)
         rejections.append(Rejection("config", problem, f"schema: {implementation.config.__name__}"))
     except Exception as cause:
-        what = f"its predicate for {op!r} raised {type(cause).__name__}: {cause}"
+        what = f"its predicate, config or priority for {op!r} raised {type(cause).__name__}: {cause}"
         if policy.strict:
             raise PluginError(f"plugin {name!r}: {what}") from cause
         return _turned_down(name, Rejection("plugin-failed", what, "report it to its author"), state="failed")
@@ -127,7 +128,7 @@ def consider(
         state="rejected" if rejections else "viable",
         reasons=tuple(map(_reason, rejections)),
         tier=info.tier,
-        priority=implementation.priority_on(device),
+        priority=priority,
         simulated=bool(simulator),
     )
     return Considered(name, candidate, choice, problem)

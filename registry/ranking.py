@@ -1,6 +1,6 @@
 """The order of viable backends, where nothing is forced.
 
-    prefer lists > opmux_rank > priority on this device > narrower priority entry > built-in first > name
+    prefer lists > opmux_rank > priority for this request and device > narrower priority entry > built-in first > name
 
 A total order: it depends on neither the order of registration nor the file system.
 """
@@ -33,7 +33,7 @@ def ordered(
         return (
             _place(found.name, policy.preferred),
             _place(found.name, hooked),
-            -implementation.priority_on(device),
+            -found.candidate.priority,
             -implementation.narrowness_on(device),
             not implementation.builtin,
             found.name,
@@ -59,10 +59,17 @@ def _why_first(ranks: list[tuple[Any, ...]], viable: list[Considered]) -> str:
         return "the only viable backend" if viable else ""
     best, second = viable[0], viable[1]
     decisive = next(place for place, (one, other) in enumerate(zip(*ranks[:2], strict=True)) if one != other)
+    where = "for this request" if any(map(_depends_on_request, (best, second))) else "on this device"
     return _WHY[decisive] or (
-        f"highest priority on this device, {best.candidate.priority} against {second.candidate.priority} "
-        f"of {second.name}"
+        f"highest priority {where}, {best.candidate.priority} against {second.candidate.priority} of {second.name}"
     )
+
+
+def _depends_on_request(found: Considered) -> bool:
+    choice = found.choice
+    if choice is None or choice.device is None:
+        return False
+    return found.candidate.priority != choice.implementation.priority_on(choice.device)
 
 
 def _by_hook(op: str, request: Request, names: tuple[str, ...], policy: Policy) -> list[str]:

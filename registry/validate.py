@@ -142,6 +142,8 @@ def _check_implementation(name: str, implementation: Implementation) -> None:
         raise PluginValidationError(
             f"plugin {name!r}: priority of {op!r}: got {priority!r}; allowed: device name to int"
         )
+    if implementation.priority_for is not None and not callable(implementation.priority_for):
+        raise PluginValidationError(f"plugin {name!r}: priority_for of {op!r} is no function of (request, device)")
     if not callable(implementation.supports):
         raise PluginValidationError(f"plugin {name!r}: supports of {op!r} is no function of (request, device)")
 

@@ -54,6 +54,17 @@ def hides(request: Request) -> bool:
     )
 
 
+def always_sees(request: Request) -> bool:
+    """Whether every query is sure to see some key, whatever the operands hold."""
+    params: AttentionParams = request.params
+    T, S = request["query"].shape[1], request["key"].shape[1]
+    if S == 0 or any(name in request for name in ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")):
+        return False
+    first = S - T if params.bottom_right else 0  # the keys that the first and the last query stand on
+    last = first + T - 1
+    return (params.right is None or first + params.right >= 0) and (params.left is None or last - params.left < S)
+
+
 def visible(request: Request, operands: Operands) -> jax.Array:
     """True where a query may see a key; broadcasts to [B, N, T, S]."""
     T, S = request["query"].shape[1], request["key"].shape[1]
@@ -65,8 +76,7 @@ def visible(request: Request, operands: Operands) -> jax.Array:
     if "kv_lengths" in operands:
         seen = seen & (columns < operands["kv_lengths"][:, None, None])
     if request.params.banded:
-        _, _, diagonal = lengths(request, operands)
-        center = rows + diagonal[:, None, None]
+        center = rows + lengths(request, operands)[2][:, None, None] if request.params.bottom_right else rows
         if request.params.left is not None:
             seen = seen & (columns >= center - request.params.left)
         if request.params.right is not None:

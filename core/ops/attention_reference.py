@@ -1,7 +1,17 @@
-"""The executable specification of `attention`."""
+"""The executable specification of `attention`.
+
+    query, key ─► scores ─► scale, cap, bias, mask ─► softmax ─► weighted sums of the values
+                  (T S)                               (its log-sum-exp is `lse`)
+
+NaN and Inf reach exactly the rows that see them, and in the derivative the keys that such rows see. Products over keys
+or rows would spread them, since 0 * NaN is NaN: where queries are kept from keys, what may meet a 0 is cleaned, and
+the row that saw it gets its NaN another way. Both steps with products have rules of their own for that, which JAX
+transposes into the backward of flash attention with the weights kept: `d_scores = weights * (d_out value^T - delta)`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from opmux.core.ops.attention_mask import AttentionParams, hides, visible
+from opmux.core.ops.attention_mask import AttentionParams, always_sees, hides, visible
 from opmux.core.request import Operands, Outputs, Request
 
 
@@ -20,111 +31,154 @@ def accumulator(dtype: Any) -> np.dtype[Any]:
 
 
 def reference(request: Request, operands: Operands) -> Outputs:
-    """The specification: every score at once, O(T S) memory.
+    """The specification: every score at once, O(T S) memory."""
+    params: AttentionParams = request.params
+    query, key, value = operands["query"], operands["key"], operands["value"]
+    seen = _seen(request, operands)
+    scores = _scores(query, key, hides(request)) * params.scale
+    if params.soft_cap is not None:
+        # The slope of tanh at NaN is NaN, for a cotangent of 0 too.
+        scores = scores if seen is None else jnp.where(seen, scores, 0)
+        scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
+    if seen is not None:
+        if "bias" in operands:
+            scores = scores + jnp.where(seen, operands["bias"].astype(scores.dtype), 0)
+        scores = jnp.where(seen, scores, -jnp.inf)
+    out, lse, _ = _attend(scores, value, seen, always_sees(request))
+    return {"out": out, "lse": lse[..., 0].transpose(0, 2, 1)}
 
-    NaN and Inf must reach exactly the rows that see them, and products would spread them (0 * NaN). Where every row
-    sees every key they may; elsewhere inputs that are not finite take a form that is careful, and slower.
-    """
+
+def _seen(request: Request, operands: Operands) -> jax.Array | None:
+    """Which query sees which key, broadcasts to [B, N, T, S]; None if all see all."""
     if not hides(request):
-        return _attend(request, operands, None)
+        return None
     seen = visible(request, operands)
-    checked = [operands[name] for name in ("query", "key", "value")]
-    if "bias" in operands:
-        seen = seen & (operands["bias"] != -jnp.inf)
-        checked.append(jnp.where(seen, operands["bias"], 0))
-    finite = _finite(*(lax.stop_gradient(array) for array in checked))
-    return lax.cond(finite, partial(_attend, request), partial(_attend_carefully, request), operands, seen)
+    return seen & (operands["bias"] != -jnp.inf) if "bias" in operands else seen
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _scores(query: jax.Array, key: jax.Array, hidden: bool) -> jax.Array:
+    """Products of queries and keys, [B, N, T, S], in the accumulator's dtype; `hidden`: some count for nothing."""
+    return _pair(query, key, accumulator(query.dtype))
+
+
+@partial(_scores.defjvp, symbolic_zeros=True)
+def _(hidden: bool, primals: Any, tangents: Any) -> Any:
+    # A query or key with NaN has made NaN of the scores themselves.
+    query, key = (_cleaned(array) if hidden else array for array in primals)
+    scores = _scores(*primals, hidden)
+    moved = _sum(
+        (tangents[0], lambda tangent: _pair(tangent, key, query.dtype, grouped=True)),
+        (tangents[1], lambda tangent: _pair(query, tangent, query.dtype, grouped=True)),
+    )
+    return scores, moved.astype(scores.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _attend(
+    scores: jax.Array, value: jax.Array, seen: jax.Array | None, always: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, N, Hv], log-sum-exp [B, N, T, 1] and weights [B, N, T, S] of scores, -inf where not `seen`.
+
+    `always`: no row is empty.
+    """
+    weights, total, lse = _softmax(scores, always)
+    out = _rows(weights, total, value)
+    if seen is None:
+        return out, lse, weights / total
+
+    def poisoned(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # Made anew: a loop makes XLA write what it is given, and these scores it has written already.
+        weights, total, _ = _softmax(scores, always)
+        bad = ~jnp.isfinite(value)
+        hit = _mix(jnp.broadcast_to(seen, weights.shape), bad.astype(value.dtype), value.dtype) > 0
+        return carry[0] & False, jnp.where(hit, jnp.nan, _rows(weights, total, _cleaned(value)))
+
+    # NaN in a value has spread to all rows, so a look at the first is enough. A loop that runs once at most leaves its
+    # carry in place, where `lax.cond` would copy it.
+    _, out = lax.while_loop(lambda carry: carry[0], poisoned, (~_finite(out[:, :1]), out))
+    return out, lse, jnp.where(seen, weights / total, 0)  # all of a row is NaN if one score is
+
+
+@partial(_attend.defjvp, symbolic_zeros=True)
+def _(always: bool, primals: Any, tangents: Any) -> Any:
+    _, value, seen = primals
+    out, lse, weights = found = _attend(*primals, always)
+    if seen is not None:
+        value = lax.optimization_barrier(_cleaned(value))  # a row that saw NaN has it in `out`
+
+    def of_scores(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        weighted = weights * tangent
+        d_lse = weighted.sum(-1, keepdims=True)
+        d_out = _mix(weighted, value, out.dtype, grouped=True) - (d_lse.transpose(0, 2, 1, 3) * out).astype(out.dtype)
+        return d_out, d_lse, weights * (tangent - d_lse)
+
+    def of_value(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _mix(weights, tangent, out.dtype, grouped=True), jnp.zeros_like(lse), jnp.zeros_like(weights)
+
+    return found, _sum((tangents[0], of_scores), (tangents[1], of_value))
+
+
+def _softmax(scores: jax.Array, always: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights before the division by their total, the total, and the log-sum-exp; 0, 1 and -inf of an empty row."""
+    top = scores.max(-1, keepdims=True, initial=-jnp.inf)
+    empty = False if always else top == -jnp.inf
+    top = _unless(empty, top, 0)
+    weights = jnp.exp(scores - top)
+    total = _unless(empty, weights.sum(-1, keepdims=True), 1)
+    return weights, total, _unless(empty, jnp.log(total) + top, -jnp.inf)
+
+
+def _rows(weights: jax.Array, total: jax.Array, value: jax.Array) -> jax.Array:
+    """The output, from weights before the division by their total."""
+    return (_mix(weights, value, total.dtype) / total.transpose(0, 2, 1, 3)).astype(value.dtype)
+
+
+def _pair(query: jax.Array, key: jax.Array, dtype: Any, grouped: bool = False) -> jax.Array:
+    """Products of [B, T, N, H] and [B, S, K, H], [B, N, T, S]."""
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+    if N == K and not grouped:
+        return einsum("btnh,bsnh->bnts", query, key)
+    return einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key).reshape(B, N, T, S)
+
+
+def _mix(weights: jax.Array, value: jax.Array, dtype: Any, grouped: bool = False) -> jax.Array:
+    """Sums of the values [B, S, K, Hv] by weights [B, N, T, S]: [B, T, N, Hv].
+
+    Rounded like any attention in 16 bits: the weights enter the product in the values' dtype.
+    """
+    B, N, T, S = weights.shape
+    K, Hv = value.shape[2:]
+    weights = weights.astype(value.dtype)
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+    if N == K and not grouped:
+        return einsum("bnts,bsnv->btnv", weights, value)
+    return einsum("bkgts,bskv->btkgv", weights.reshape(B, K, N // K, T, S), value).reshape(B, T, N, Hv)
+
+
+def _unless(condition: Any, array: jax.Array, other: float) -> jax.Array:
+    return array if condition is False else jnp.where(condition, other, array)
+
+
+def _cleaned(array: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(array), array, 0)
+
+
+def _sum(*terms: tuple[Any, Callable[[jax.Array], Any]]) -> Any:
+    """The tangent made by those of the factors that have one."""
+    moved = [term(tangent) for tangent, term in terms if not isinstance(tangent, SymbolicZero)]
+    return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *moved)
 
 
 @jax.custom_batching.custom_vmap
-def _finite(*arrays: jax.Array) -> jax.Array:
-    """Whether no entry of any array is NaN or Inf."""
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+def _finite(array: jax.Array) -> jax.Array:
+    """Whether no entry is NaN or Inf. CPUs add twice as fast as they test and combine the answers."""
+    return (array * 0).sum() == 0
 
 
 @_finite.def_vmap
-def _(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+def _(size: int, batched: list[bool], array: jax.Array) -> tuple[jax.Array, bool]:
     # One answer for the whole batch: to choose for each element means to compute both forms.
-    return _finite(*arrays), False
-
-
-def _attend(request: Request, operands: Operands, seen: jax.Array | None) -> Outputs:
-    """For finite operands, or if every row sees every key (`seen` is None)."""
-    scores = _scores(request, operands, seen)
-    if seen is not None:
-        scores = jnp.where(seen, scores, -jnp.inf)
-    top = lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
-    top = jnp.where(top == -jnp.inf, 0, top)  # of a row that sees nothing
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    some = total != 0
-    total = jnp.where(some, total, 1)
-    lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)
-    return _outputs(request, _weigh(weights / total, operands["value"]), lse)
-
-
-@partial(jax.checkpoint, static_argnums=(0,))
-def _attend_carefully(request: Request, operands: Operands, seen: jax.Array) -> Outputs:
-    """For operands with NaN or Inf.
-
-    Products read cleaned operands; a non-finite query or key poisons its scores instead, and a value its rows.
-    Nothing is kept for the backward: finite operands would have to fill it with zeros.
-    """
-    cleaned, bad = dict(operands), {}
-    for name in ("query", "key", "value"):
-        bad[name] = ~jnp.isfinite(operands[name])
-        cleaned[name] = jnp.where(bad[name], 0, operands[name])
-    N, K = request["query"].shape[2], request["key"].shape[2]
-    scores = _scores(request, cleaned, seen)
-    q_bad = bad["query"].any(-1).transpose(0, 2, 1)[..., None]
-    k_bad = jnp.repeat(bad["key"].any(-1).transpose(0, 2, 1), N // K, axis=1)[:, :, None]
-    scores = jnp.where(q_bad | k_bad, jnp.nan, scores)
-
-    seen = jnp.broadcast_to(seen, scores.shape)
-    some = seen.any(-1, keepdims=True)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=seen, initial=-jnp.inf))
-    top = jnp.where(some, top, 0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0)), 0)
-    total = jnp.where(some, weights.sum(-1, keepdims=True), 1)
-    lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)
-    # 0 for a key that a row does not see, even if the row is NaN: its own gradient must not be.
-    out = _weigh(jnp.where(seen, weights / total, 0), cleaned["value"])
-    hit = _weigh(seen.astype(jnp.float32), bad["value"].astype(jnp.float32)) > 0
-    return _outputs(request, out + jnp.where(hit, jnp.nan, 0).astype(out.dtype), lse)
-
-
-def _scores(request: Request, operands: Operands, seen: jax.Array | None) -> jax.Array:
-    """Scores before the mask, [B, N, T, S]."""
-    params: AttentionParams = request.params
-    query, key = operands["query"], operands["key"]
-    acc = accumulator(query.dtype)
-    B, T, N, H = query.shape
-    S, K = key.shape[1:3]
-    grouped = query.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=acc, precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(B, N, T, S) * params.scale
-    if params.soft_cap is not None:
-        scores = params.soft_cap * jnp.tanh(scores / params.soft_cap)
-    if "bias" in operands and seen is not None:
-        scores = scores + jnp.where(seen, operands["bias"].astype(acc), 0)
-    return scores
-
-
-def _weigh(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """Sums of the values by their weights, [B, T, K, N // K, Hv].
-
-    Rounded like any attention in 16 bits: the weights enter the product in the inputs' dtype.
-    """
-    B, N, T, S = weights.shape
-    K = value.shape[2]
-    weights = weights.reshape(B, K, N // K, T, S).astype(value.dtype)
-    return jnp.einsum(
-        "bkgts,bskv->btkgv", weights, value,
-        preferred_element_type=accumulator(value.dtype), precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
-
-
-def _outputs(request: Request, out: jax.Array, lse: jax.Array) -> Outputs:
-    B, T, N = request["query"].shape[:3]
-    out = out.reshape(B, T, N, out.shape[-1]).astype(request["query"].dtype)
-    return {"out": out, "lse": lse[..., 0].transpose(0, 2, 1)}
+    return _finite(array), False

@@ -55,6 +55,7 @@ def opmux_implementations() -> Iterable[Implementation]:
         config=attention_config.AttentionConfig,
         default_config=attention_config.default_config,
         priority=_FIRST_ON_CPU,
+        priority_for=attention_config.priority,
     )
     yield Implementation(
         op="attention_vjp",

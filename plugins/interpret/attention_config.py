@@ -42,6 +42,21 @@ def supports(request: Request, device: Device) -> list[Rejection]:
     return []
 
 
+def priority(request: Request, device: Device) -> int | None:
+    """Below plain XLA for self-attention of short sequences on a CPU: the scores fit its caches.
+
+    There XLA is up to 1.5 times as fast, forward and backward, because it keeps the weights for the backward. It is
+    slower with grouped heads and with few queries.
+    """
+    B, T, N, _ = request["query"].shape
+    S, K = request["key"].shape[1:3]
+    if device.platform != "cpu" or N != K or S > 16 * T:
+        return None
+    scores = T * S
+    few = 2**18 if request["query"].dtype.itemsize == 2 else 2**16
+    return -10 if scores <= 2**14 or scores <= min(few, 8 * few // max(B * N, 1)) else None
+
+
 # XLA splits a product among threads by its rows, and wants about this many in a block to do so well; half as many do
 # where blocks are short beside a diagonal. A block of scores of that many rows should stay in the caches.
 _ROWS = 2048

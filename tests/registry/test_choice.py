@@ -6,6 +6,7 @@ import random
 import fakes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from opmux import registry
@@ -66,6 +67,30 @@ def test_the_decision_says_why(plugins, preferred, reason):
     with registry.use(prefer=preferred):
         decision = registry.explain("add", 0.0, 0.0)
     assert (decision.backend, decision.reason) == ("a", reason)
+
+
+def test_a_priority_may_depend_on_the_request():
+    def small(request, device):
+        assert device.platform == "cpu"
+        return 7 if request["x"].size < 4 else None
+
+    registry.register(fakes.backend("picky", 1, priority={"*": 2}, priority_for=small))
+    registry.register(fakes.backend("steady", 1, priority={"*": 3}))
+    few, many = (registry.explain("add", np.zeros(n), 0.0) for n in (3, 4))
+    assert (few.backend, few.reason) == ("picky", "highest priority for this request, 7 against 3 of steady")
+    assert (many.backend, many.reason) == ("steady", "highest priority on this device, 3 against 2 of picky")
+
+
+def test_a_priority_that_raises_is_the_plugins_failure():
+    def broken(request, device):
+        raise KeyError("block_q")
+
+    registry.register(fakes.backend("bad", 1, priority_for=broken))
+    registry.register(fakes.backend("good", 1))
+    decision = registry.explain("add", 0.0, 0.0)
+    (found,) = (candidate for candidate in decision.candidates if candidate.backend == "bad")
+    assert (decision.backend, found.state) == ("good", "failed")
+    assert "priority for 'add' raised KeyError" in found.reasons[0].detail
 
 
 def test_prefer_lists_of_all_layers_go_one_after_another():
@@ -229,8 +254,8 @@ def test_F12_F18_a_broken_predicate_is_kept_as_a_reason(monkeypatch, answer):
     assert registry.get("add")(0.0, 0.0) == 2
     found = registry.explain("add", 0.0, 0.0).candidate("bad")
     assert (found.state, found.reasons[0].code) == ("failed", "plugin-failed")
-    assert "its predicate for 'add' raised" in found.reasons[0].detail
-    with pytest.raises(ForcedBackendError, match="its predicate for 'add' raised"):
+    assert "its predicate, config or priority for 'add' raised" in found.reasons[0].detail
+    with pytest.raises(ForcedBackendError, match=r"its predicate, config or priority for 'add'\s+raised"):
         registry.get("add", backend="bad")(0.0, 0.0)
     monkeypatch.setenv("OPMUX_STRICT_PLUGINS", "1")
     with pytest.raises(PluginError, match="plugin 'bad'"):
