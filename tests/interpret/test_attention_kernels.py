@@ -19,6 +19,7 @@ from opmux.plugins.interpret.attention_config import AttentionConfig, default_co
 from opmux.plugins.interpret.attention_view import View
 from opmux.plugins.interpret.attention_vjp import attention_vjp
 from opmux.testing.oracle.attention import attention as oracle
+from opmux.testing.subject import quick_jit
 
 SMALL = AttentionConfig(block_q=16, block_kv=16, block_heads=1, block_batch=1)
 WIDE = AttentionConfig(block_q=24, block_kv=16, block_heads=3, block_batch=3)
@@ -67,9 +68,17 @@ def canonical(*arrays: Any, **params: Any) -> tuple[Request, Operands]:
     return call.request, call.operands
 
 
+def run_forward(request: Request, operands: Operands, config: AttentionConfig = SMALL) -> Any:
+    return quick_jit(lambda operands: attention(request, operands, config))(operands)
+
+
+def run_backward(request: Request, operands: Operands, config: AttentionConfig = SMALL) -> Any:
+    return quick_jit(lambda operands: attention_vjp(request, operands, config))(operands)
+
+
 def forward(arrays: tuple[Any, ...], params: dict[str, Any], config: AttentionConfig = SMALL) -> tuple[Any, Any]:
     request, operands = canonical(*arrays, **params)
-    outputs = jax.jit(lambda operands: attention(request, operands, config))(operands)
+    outputs = run_forward(request, operands, config)
     return outputs["out"], outputs["lse"]
 
 
@@ -77,12 +86,13 @@ def backward(arrays: tuple[Any, ...], params: dict[str, Any], config: AttentionC
     """Cotangents by the kernel, and by the autodiff of the specification."""
     request, operands = canonical(*arrays, **params)
     back = backward_request(OP, request)
-    outputs = attention(request, operands, config)
+    outputs = run_forward(request, operands, config)
     rng = np.random.default_rng(3)
     cotangents = {f"d_{n}": rng.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for n, x in outputs.items()}
     everything = {**operands, **outputs, **cotangents}
-    got = jax.jit(lambda operands: attention_vjp(back, operands, config))(everything)
-    return got, jax.jit(lambda operands: OP.vjp.reference(back, operands))(everything)
+    return run_backward(back, everything, config), quick_jit(lambda operands: OP.vjp.reference(back, operands))(
+        everything
+    )
 
 
 def close(got: Any, want: Any, rtol: float) -> None:
@@ -180,10 +190,10 @@ def test_large_bias_gradient_is_summed_over_what_was_broadcast() -> None:
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("value",), ("bias", "key")])
 def test_only_wanted_cotangents(wanted: tuple[str, ...]) -> None:
     request, operands = canonical(Q, KEY, V, normal(1, N, T, S))
-    outputs = attention(request, operands, SMALL)
+    outputs = run_forward(request, operands)
     everything = {**operands, **outputs, "d_out": outputs["out"], "d_lse": outputs["lse"]}
-    all_of_them = attention_vjp(backward_request(OP, request), everything, SMALL)
-    some = attention_vjp(backward_request(OP, request, wanted), everything, SMALL)
+    all_of_them = run_backward(backward_request(OP, request), everything)
+    some = run_backward(backward_request(OP, request, wanted), everything)
     assert tuple(some) == wanted
     for name in wanted:
         np.testing.assert_allclose(some[name], all_of_them[name], rtol=1e-6, atol=1e-6)
@@ -205,12 +215,12 @@ def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
 def test_vmap_over_any_operands() -> None:
     request, operands = canonical(Q, KEY, V, **CASES["lengths_causal_bottom_right"])
     stack = {name: jnp.stack([array, jnp.roll(array, 1, 0), array[::-1]]) for name, array in operands.items()}
-    single = jax.jit(lambda operands: attention(request, operands, SMALL))
+    single = quick_jit(lambda operands: attention(request, operands, SMALL))
     for batched in (["query"], ["kv_lengths"], ["key", "value", "q_lengths"], list(operands)):
         axes = {name: 0 if name in batched else None for name in operands}
         given = {name: stack[name] if name in batched else operands[name] for name in operands}
         run = jax.vmap(lambda operands: attention(request, operands, SMALL), in_axes=(axes,))
-        got = jax.jit(run)(given)
+        got = quick_jit(run)(given)
         for i in range(3):
             one = {name: stack[name][i] if name in batched else operands[name] for name in operands}
             want = single(one)
@@ -221,14 +231,14 @@ def test_vmap_over_any_operands() -> None:
 def test_nested_vmap_of_the_backward() -> None:
     request, operands = canonical(Q, KEY, V, normal(1, 1, T, S), **LENGTHS)
     back = backward_request(OP, request)
-    outputs = attention(request, operands, SMALL)
+    outputs = run_forward(request, operands)
     everything = {**operands, **outputs, "d_out": outputs["out"], "d_lse": jnp.ones_like(outputs["lse"])}
     scales = jnp.array([[1.0, 2.0], [-1.0, 0.5]])
 
     def run(scale: jax.Array) -> Any:
         return attention_vjp(back, {**everything, "d_out": scale * everything["d_out"]}, SMALL)
 
-    got, single = jax.jit(jax.vmap(jax.vmap(run)))(scales), jax.jit(run)
+    got, single = quick_jit(jax.vmap(jax.vmap(run)))(scales), quick_jit(run)
     for i, j in np.ndindex(2, 2):
         want = single(scales[i, j])
         for name in back.wanted:
