@@ -52,7 +52,11 @@ class FunctionResult(BaseModel):
 
 
 def compile_function(
-    function: Callable[..., Any], *avals: Any, target: str, dump: str | Path | None = None
+    function: Callable[..., Any],
+    *avals: Any,
+    target: str,
+    dump: str | Path | None = None,
+    allowed_spills: int = 0,
 ) -> FunctionResult:
     """Compiles a function of arrays for a device that may be absent.
 
@@ -64,6 +68,7 @@ def compile_function(
       *avals: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s. No value is read.
       target: name of the device; see `targets.TARGETS`.
       dump: folder to keep the compiler's texts in.
+      allowed_spills: stores to and loads from spill slots of one kernel that do not count as a failure.
 
     Raises:
       UnknownDeviceError: no compiler here compiles for the target.
@@ -89,7 +94,7 @@ def compile_function(
     with compiling.scratch_folder() as scratch:
         payload = {
             "exported": base64.b64encode(exported.serialize()).decode(), "target": place.name, "scratch": scratch,
-            "dump": str(dump or ""),
+            "dump": str(dump or ""), "allowed_spills": allowed_spills,
         }  # fmt: skip
         outcome = run_job(
             Job("opmux.certify.attempt:compile_exported", payload, LIMIT, compiling.environment(place.name))
