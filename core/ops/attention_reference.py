@@ -44,7 +44,8 @@ def reference(request: Request, operands: Operands) -> Outputs:
         if "bias" in operands:
             scores = scores + jnp.where(seen, operands["bias"].astype(scores.dtype), 0)
         scores = jnp.where(seen, scores, -jnp.inf)
-    out, lse, _ = _attend(scores, value, seen, always_sees(request))
+    precise = "bias" in operands and operands["bias"].dtype != value.dtype
+    out, lse, _ = _attend(scores, value, seen, always_sees(request), precise)
     return {"out": out, "lse": lse[..., 0].transpose(0, 2, 1)}
 
 
@@ -74,13 +75,14 @@ def _(hidden: bool, primals: Any, tangents: Any) -> Any:
     return scores, moved.astype(scores.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _attend(
-    scores: jax.Array, value: jax.Array, seen: jax.Array | None, always: bool
+    scores: jax.Array, value: jax.Array, seen: jax.Array | None, always: bool, precise: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output [B, T, N, Hv], log-sum-exp [B, N, T, 1] and weights [B, N, T, S] of scores, -inf where not `seen`.
 
-    `always`: no row is empty.
+    `always`: no row is empty. `precise`: cotangents of scores go to a bias of a wider dtype than the values', so
+    that the product which makes them must not be rounded to that.
     """
     weights, total, lse = _softmax(scores, always)
     out = _rows(weights, total, value)
@@ -101,17 +103,18 @@ def _attend(
 
 
 @partial(_attend.defjvp, symbolic_zeros=True)
-def _(always: bool, primals: Any, tangents: Any) -> Any:
+def _(always: bool, precise: bool, primals: Any, tangents: Any) -> Any:
     _, value, seen = primals
-    out, lse, weights = found = _attend(*primals, always)
+    out, lse, weights = found = _attend(*primals, always, precise)
     if seen is not None:
         value = lax.optimization_barrier(_cleaned(value))  # a row that saw NaN has it in `out`
 
     def of_scores(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         weighted = weights * tangent
         d_lse = weighted.sum(-1, keepdims=True)
-        d_out = _mix(weighted, value, out.dtype, grouped=True) - (d_lse.transpose(0, 2, 1, 3) * out).astype(out.dtype)
-        return d_out, d_lse, weights * (tangent - d_lse)
+        factor = value.astype(weighted.dtype) if precise else value
+        mixed = _mix(weighted, factor, factor.dtype, grouped=True).astype(out.dtype)
+        return mixed - (d_lse.transpose(0, 2, 1, 3) * out).astype(out.dtype), d_lse, weights * (tangent - d_lse)
 
     def of_value(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return _mix(weights, tangent, out.dtype, grouped=True), jnp.zeros_like(lse), jnp.zeros_like(weights)

@@ -81,6 +81,7 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
             "tops": pltpu.VMEM((SUBLANES, tiling.chunk), jnp.float32),
             "weights": pltpu.VMEM((tiling.kv, tiling.chunk), dtype),
             "rescale": pltpu.VMEM((1, tiling.chunk), jnp.float32),
+            **({"sums": pltpu.VMEM((SUBLANES, tiling.q), jnp.float32)} if _sums_apart(request) else {}),
         },
         grid=spans.grid,
         semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
@@ -89,6 +90,14 @@ def attention(request: Request, operands: Operands, config: Config) -> Outputs:
     )
     out = jnp.transpose(results["out"], (0, 3, 1, 2))[..., : tiling.Hv]
     return {"out": out.astype(specs["out"].dtype), "lse": jnp.transpose(results["lse"][:, :, 0], (0, 2, 1))}
+
+
+def _sums_apart(request: Request) -> bool:
+    """Whether the weights are summed apart for the log-sum-exp: those that meet the ones are rounded to 16 bits.
+
+    The output is divided by the sum of what it was made of, which is the rounded weights.
+    """
+    return "lse" in request.wanted and lay.working_dtype(request["query"].dtype) == jnp.bfloat16
 
 
 def _with_ones(value: jax.Array) -> jax.Array:
@@ -108,7 +117,9 @@ def _kernel(tiling: Tiling, held: int, part_kv: int, prefetched: tuple[Any, ...]
     @pl.when(step == 0)
     def _():
         refs["top"][...] = jnp.full(refs["top"].shape, LOWEST, jnp.float32)
-        refs["acc"][...] = jnp.zeros(refs["acc"].shape, jnp.float32)
+        for name in ("acc", "sums"):
+            if name in refs:
+                refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
 
     first, low, high, last = tiling.ranges(i, bounds, first_block, held)
 
@@ -150,6 +161,8 @@ def _finish(tile: Tile) -> None:
         if tiling.lengths:
             some = some & tile.valid_rows(chunk, total.shape)
         total = jnp.where(some, total, 1)
-        refs["out_lse"][:, rows] = jnp.where(some, refs["top"][:, rows] * (1 / unit) + jnp.log(total), -jnp.inf)
+        exact = jnp.sum(refs["sums"][:, rows], axis=0, keepdims=True) if "sums" in refs else total
+        lse = refs["top"][:, rows] * (1 / unit) + jnp.log(jnp.where(some, exact, 1))
+        refs["out_lse"][:, rows] = jnp.where(some, lse, -jnp.inf)
         out = jnp.where(some, refs["acc"][:channels, rows] * (1 / total), 0)
         refs["out_out"][:, rows] = out.astype(refs["out_out"].dtype)

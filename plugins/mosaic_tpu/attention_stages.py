@@ -65,7 +65,7 @@ class Stages:
         refs, size = self.refs, math.gcd(self.part_kv, self.tiling.kv)
         exponent = Exponent(self.tiling.params, "bias" in refs)
         rescale = refs["rescale"][...]
-        top, more = None, None
+        top, more, sums = None, None, None
         if current is not None:
             top = self._raise_top(exponent, current)
         for part in range(self.tiling.kv // size):
@@ -77,8 +77,15 @@ class Stages:
             if top is not None:
                 weights = exponent.power(refs["scores"][here, :] - top)
                 refs["weights"][here, :] = weights.astype(refs["weights"].dtype)
+                if "sums" in refs:
+                    some = jnp.sum(weights.reshape(size // SUBLANES, SUBLANES, -1), axis=0)
+                    sums = some if sums is None else sums + some
             if next is not None:
                 self._score(exponent, next, part, size)
+        if sums is not None:
+            tile, chunk = self._item(current)
+            rows = tile.rows(chunk)
+            refs["sums"][:, rows] = refs["sums"][:, rows] * refs["rescale"][...] + sums
         if more is not None:
             tile, chunk = self._item(done)
             rows = tile.rows(chunk)

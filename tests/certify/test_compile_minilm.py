@@ -38,7 +38,7 @@ def parameters():
 @pytest.mark.parametrize(
     ("target", "backend", "call", "spills"),
     [
-        # Attention in float32 over 32 keys of 32 channels stores and loads some: 36 with one compiler, 217 with another.
+        # Attention in float32 over 32 keys of 32 channels spills: 36 times with one compiler, 217 with another.
         ("tpu-v6e", "mosaic_tpu", "tpu_custom_call", 256),
         ("h200", "mosaic_gpu", "mosaic_gpu_v2", 0),
     ],
