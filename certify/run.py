@@ -16,7 +16,7 @@ from opmux.certify import cache, compiling, simulate, targets
 from opmux.certify.baseline import COMMITTED, Baseline
 from opmux.certify.job import CompileJob, Workload
 from opmux.certify.results import CompileResult, Report, SimulateResult
-from opmux.certify.workloads import Level, unestimated, workloads
+from opmux.certify.workloads import Level, allowed_spills, unestimated, workloads
 from opmux.core.devices import device
 from opmux.core.errors import SettingError, UnknownBackendError, UnknownDeviceError, UnknownOpError
 from opmux.core.op import Op
@@ -245,7 +245,7 @@ def _workload(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Workload
             arrays[name] = tuple(np.asarray(value).tolist())
         else:
             arrays[name] = str(ArraySpec.of(value))
-    return Workload(name="call", args=arrays, params=params)
+    return Workload(name="call", args=arrays, params=params, allowed_spills=allowed_spills(op.name))
 
 
 class _Counter:

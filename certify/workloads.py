@@ -35,6 +35,16 @@ def workloads(op: Op, level: Level, *, backward: bool = False) -> tuple[Workload
     return found[:1] if backward and level == "quick" else found
 
 
+def allowed_spills(op: str) -> dict[str, int]:
+    """The most spills that any workload of an op is allowed, by target or platform: what a call of it may have."""
+    quick, rest = _WORKLOADS.get(op, ((), ()))
+    found: dict[str, int] = {}
+    for workload in (*quick, *rest):
+        for where, count in workload.allowed_spills.items():
+            found[where] = max(count, found.get(where, 0))
+    return found
+
+
 def unestimated(workload: Workload) -> Workload:
     """The workload without the compiler's estimate of cycles."""
     return workload.model_copy(update={"estimate": False})
