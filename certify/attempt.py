@@ -44,8 +44,7 @@ def compile_job(payload: Mapping[str, Any]) -> dict[str, Any]:
         record |= {"config": found.config.model_dump(mode="json"), "flops": found.flops}
         place = Place(targets.target(job.target), Path(payload["scratch"]))
         lowered = place.lower(found.function, program.placed(found.arguments, place.sharding))
-        spills = job.workload.allowed_spills
-        allowed = spills.get(job.target, spills.get(targets.target(job.target).platform, 0))
+        allowed = targets.target(job.target).entry(job.workload.allowed_spills)
         flags = {"estimate": str(job.workload.estimate), "flops": str(found.flops), "spills": str(allowed)}
         key = cache.key(lowered.text, job.target, flags)
         if payload["cached"] and not job.dump and (kept := cache.load(key)) is not None:

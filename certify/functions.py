@@ -17,6 +17,7 @@ from opmux.certify import compiling, targets
 from opmux.certify.children import Job, run_job
 from opmux.certify.kernels import inner_jaxprs
 from opmux.certify.results import KernelMeasures
+from opmux.certify.workloads import allowed_spills
 from opmux.core import compat
 
 LIMIT = 600.0
@@ -28,7 +29,8 @@ class FunctionResult(BaseModel):
 
     Attributes:
       target: name of the device.
-      status: `ok`; `failed`: the compiler refused it or a kernel spills; `aborted`: the compiler died; `timeout`.
+      status: `ok`; `failed`: the compiler refused it, or a kernel spills more than workloads of the function's ops
+        may; `aborted`: the compiler died; `timeout`.
       words: what the compiler said.
       backends: by op, the backends that its calls got; backward kernels are under `<op>_vjp`.
       custom_calls: custom calls of the lowered program, such as `tpu_custom_call` or `mosaic_gpu_v2`.
@@ -52,11 +54,7 @@ class FunctionResult(BaseModel):
 
 
 def compile_function(
-    function: Callable[..., Any],
-    *avals: Any,
-    target: str,
-    dump: str | Path | None = None,
-    allowed_spills: int = 0,
+    function: Callable[..., Any], *avals: Any, target: str, dump: str | Path | None = None
 ) -> FunctionResult:
     """Compiles a function of arrays for a device that may be absent.
 
@@ -68,7 +66,6 @@ def compile_function(
       *avals: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s. No value is read.
       target: name of the device; see `targets.TARGETS`.
       dump: folder to keep the compiler's texts in.
-      allowed_spills: stores to and loads from spill slots of one kernel that do not count as a failure.
 
     Raises:
       UnknownDeviceError: no compiler here compiles for the target.
@@ -91,10 +88,11 @@ def compile_function(
         traced = jitted.trace(*abstract)
         exported = jax.export.export(jitted, platforms=[place.platform], disabled_checks=_UNCHECKED)(*abstract)
     backends = _backends(traced.jaxpr)
+    spills = max((place.entry(allowed_spills(op.removesuffix("_vjp"))) for op in backends), default=0)
     with compiling.scratch_folder() as scratch:
         payload = {
             "exported": base64.b64encode(exported.serialize()).decode(), "target": place.name, "scratch": scratch,
-            "dump": str(dump or ""), "allowed_spills": allowed_spills,
+            "dump": str(dump or ""), "allowed_spills": spills,
         }  # fmt: skip
         outcome = run_job(
             Job("opmux.certify.attempt:compile_exported", payload, LIMIT, compiling.environment(place.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opmux.core.devices import Device, device
@@ -28,6 +29,10 @@ class Target:
     def device(self) -> Device:
         """Declared facts of the device."""
         return device(self.name)
+
+    def entry(self, table: Mapping[str, int]) -> int:
+        """What a table says of the target by its name or else its platform; 0 if nothing."""
+        return table.get(self.name, table.get(self.platform, 0))
 
     @property
     def platform(self) -> str:

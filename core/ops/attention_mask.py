@@ -37,6 +37,10 @@ class AttentionParams:
         return self.left is not None or self.right is not None
 
 
+_HIDING = ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")
+"""Operands that decide by their values which query sees which key."""
+
+
 def lengths(request: Request, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each batch element the valid queries, the valid keys, and the key that query row 0 stands on, [B] int32."""
     (B, T), S = request["query"].shape[:2], request["key"].shape[1]
@@ -49,16 +53,14 @@ def lengths(request: Request, operands: Operands) -> tuple[jax.Array, jax.Array,
 
 def hides(request: Request) -> bool:
     """Whether a query may be kept from seeing a key that another one sees."""
-    return request.params.banded or any(
-        name in request for name in ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")
-    )
+    return request.params.banded or any(name in request for name in _HIDING)
 
 
 def always_sees(request: Request) -> bool:
     """Whether every query is sure to see some key, whatever the operands hold."""
     params: AttentionParams = request.params
     T, S = request["query"].shape[1], request["key"].shape[1]
-    if S == 0 or any(name in request for name in ("mask", "bias", "q_lengths", "kv_lengths", "q_segments")):
+    if S == 0 or any(name in request for name in _HIDING):
         return False
     first = S - T if params.bottom_right else 0  # the keys that the first and the last query stand on
     last = first + T - 1

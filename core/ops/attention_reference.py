@@ -35,7 +35,7 @@ def reference(request: Request, operands: Operands) -> Outputs:
     params: AttentionParams = request.params
     query, key, value = operands["query"], operands["key"], operands["value"]
     seen = _seen(request, operands)
-    scores = _scores(query, key, hides(request)) * params.scale
+    scores = _scores(query, key, seen is not None) * params.scale
     if params.soft_cap is not None:
         # The slope of tanh at NaN is NaN, for a cotangent of 0 too.
         scores = scores if seen is None else jnp.where(seen, scores, 0)

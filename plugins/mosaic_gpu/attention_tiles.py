@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -14,7 +13,7 @@ from opmux.core.indices import Scalar
 from opmux.plugins.mosaic_gpu.attention_blocks import Problem
 from opmux.plugins.mosaic_gpu.attention_config import TILE, channels
 from opmux.plugins.mosaic_gpu.capability import tiled_shape
-from opmux.plugins.mosaic_gpu.pallas import pad_for_simulator, padded_for_simulator
+from opmux.plugins.mosaic_gpu.pallas import pad_for_simulator, pad_to, padded_for_simulator
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,9 @@ def divide(index: Scalar, size: int) -> tuple[Scalar, Scalar]:
 
 def stream(array: jax.Array, rows: int) -> jax.Array:
     """[B, T, N, H] as TMA takes it, `rows` at a time: padded only where its tiles cannot end."""
-    _, T, _, H = array.shape
-    more = ((0, 0), (0, tiled_shape(T, H, array.dtype.itemsize)[0] - T), (0, 0), (0, channels(H) - H))
-    array = jnp.pad(array, more) if any(after for _, after in more) else array
-    return pad_for_simulator(array, (1, rows, 1, 1))
+    B, T, N, H = array.shape
+    shape = (B, tiled_shape(T, H, array.dtype.itemsize)[0], N, channels(H))
+    return pad_for_simulator(pad_to(array, shape), (1, rows, 1, 1))
 
 
 def streamed(shape: tuple[int, ...], dtype: Any, rows: int) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,7 @@ from opmux.plugins.mosaic_gpu.attention_dkv import dkv
 from opmux.plugins.mosaic_gpu.attention_dq import dq
 from opmux.plugins.mosaic_gpu.attention_tiles import KeyTiles, QueryTiles
 from opmux.plugins.mosaic_gpu.attention_view import masks
+from opmux.plugins.mosaic_gpu.pallas import pad_axis
 
 _MOST_SUMS = 256
 """Columns of float32 sums that fit in registers beside two blocks of scores."""
@@ -76,7 +77,6 @@ def _rows(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array]:
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     if "d_lse" in operands:
         delta = delta - operands["d_lse"].astype(jnp.float32)
-    more = ((0, 0), (0, 0), (0, -problem.T % TILE))
     lse = jnp.where(empty, jnp.inf, lse * math.log2(math.e)).transpose(0, 2, 1)
     delta = jnp.where(empty, 0, delta).transpose(0, 2, 1)
-    return d_out, jnp.stack([jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)], axis=2)
+    return d_out, jnp.stack([pad_axis(lse, 2, TILE, jnp.inf), pad_axis(delta, 2, TILE)], axis=2)

@@ -18,9 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import CHANNELS, Tile, channels
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_decay import Refs, decay_scratch, decayed_state, load_decay
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import pad_to
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_walk import Place, Walk
-from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, pad_for_simulator, swizzled
+from opmux.plugins.mosaic_gpu.pallas import COMPUTE_WARPGROUPS, pad_for_simulator, pad_to, swizzled
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from opmux.core.ops.chunk_gates import Exponents, exponents
 from opmux.core.ops.chunk_states import ChunkParams, Rows, cut_rows
 from opmux.core.request import Operands, Request
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import TILE, Tile, channels
+from opmux.plugins.mosaic_gpu.pallas import pad_to
 
 ON_HEADS = ("g", "g_gamma")
 """Gates of a head, which decay keys and values alike."""
@@ -149,9 +150,3 @@ def _addressable(array: jax.Array) -> jax.Array:
     """Tokens [B, T, H, D], padded to what TMA can cut into tiles."""
     B, T, H, D = array.shape
     return pad_to(array, (B, T + -T % 8, H, channels(D)))
-
-
-def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array, with zeros at the end of each axis up to a shape."""
-    short = [(0, size - have) for size, have in zip(shape, array.shape, strict=True)]
-    return jnp.pad(array, short) if any(more for _, more in short) else array

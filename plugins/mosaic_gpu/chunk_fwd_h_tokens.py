@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import TILE, channels, whole_channels
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_decay import Refs, weights
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import pad_to
 from opmux.plugins.mosaic_gpu.dot import dot
 from opmux.plugins.mosaic_gpu.pallas import (
     COMPUTE_WARPGROUPS,
@@ -33,6 +32,7 @@ from opmux.plugins.mosaic_gpu.pallas import (
     for_each,
     launch,
     pad_for_simulator,
+    pad_to,
     padded_for_simulator,
     swizzled,
 )

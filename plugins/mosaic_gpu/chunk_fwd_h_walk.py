@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_config import CHANNELS, OUT_SLOTS, ChunkFwdHConfig, Tile, channels
 from opmux.plugins.mosaic_gpu.chunk_fwd_h_decay import Refs
-from opmux.plugins.mosaic_gpu.chunk_fwd_h_tiles import pad_to
 from opmux.plugins.mosaic_gpu.pallas import (
     COMPUTE_WARPGROUPS,
     MEMORY_WARPGROUP,
@@ -37,6 +36,7 @@ from opmux.plugins.mosaic_gpu.pallas import (
     for_each,
     launch,
     load_tile,
+    pad_to,
     padded_for_simulator,
     swizzled,
 )

@@ -25,7 +25,7 @@ from opmux.plugins.mosaic_gpu.matmul_elements import Elements, elements
 from opmux.plugins.mosaic_gpu.matmul_kernel import Product, multiply
 from opmux.plugins.mosaic_gpu.matmul_terms import split
 from opmux.plugins.mosaic_gpu.matmul_tiles import Axes, Tiles, extent, merge_batch
-from opmux.plugins.mosaic_gpu.pallas import pad_for_simulator, padded_for_simulator
+from opmux.plugins.mosaic_gpu.pallas import pad_for_simulator, pad_to, padded_for_simulator
 
 _STORED = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16)))
 
@@ -141,8 +141,5 @@ def _multiply(
 def _addressable(x: jax.Array, tile: tuple[int, int]) -> jax.Array:
     """[terms * G, rows, columns] as TMA can cut it into tiles; padded with zeros where it has to be."""
     x = x.reshape(-1, *x.shape[-2:])
-    rows, columns = tiled_shape(x.shape[-2], x.shape[-1], x.dtype.itemsize)
-    short = (rows - x.shape[-2], columns - x.shape[-1])
-    if any(short):
-        x = jnp.pad(x, [(0, more) for more in (0, *short)])
-    return pad_for_simulator(x, (1, *tile))
+    shape = (x.shape[0], *tiled_shape(x.shape[-2], x.shape[-1], x.dtype.itemsize))
+    return pad_for_simulator(pad_to(x, shape), (1, *tile))

@@ -138,11 +138,17 @@ def wide(array: jax.Array, itemsize: int = 0) -> jax.Array:
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED(array.shape, piece))
 
 
+def pad_to(array: jax.Array, shape: Sequence[int], fill: Any = 0) -> jax.Array:
+    """The array, with `fill` at the end of each axis up to a shape."""
+    short = [(0, size - have) for size, have in zip(shape, array.shape, strict=True)]
+    return jnp.pad(array, short, constant_values=fill) if tuple(shape) != array.shape else array
+
+
 def pad_axis(array: jax.Array, axis: int, multiple: int, fill: Any = 0) -> jax.Array:
     """The array with one axis made a multiple of something, with `fill` at its end."""
-    short = -array.shape[axis] % multiple
-    widths = [(0, short if number == axis else 0) for number in range(array.ndim)]
-    return jnp.pad(array, widths, constant_values=fill) if short else array
+    shape = list(array.shape)
+    shape[axis] += -shape[axis] % multiple
+    return pad_to(array, shape, fill)
 
 
 def pad_for_simulator(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
@@ -150,10 +156,7 @@ def pad_for_simulator(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
 
     TMA fills with zeros past the end of an array and stores nothing there. Some simulators raise instead.
     """
-    if not compat.in_gpu_simulator() or compat.gpu_simulator_clips_tma():
-        return array
-    short = [-size % multiple for size, multiple in zip(array.shape, multiples, strict=True)]
-    return jnp.pad(array, [(0, more) for more in short]) if any(short) else array
+    return pad_to(array, padded_for_simulator(array.shape, multiples))
 
 
 def padded_for_simulator(shape: Sequence[int], multiples: Sequence[int]) -> tuple[int, ...]:

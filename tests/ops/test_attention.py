@@ -254,3 +254,20 @@ def test_heads_before_sequence_is_told_the_layout():
     with pytest.raises(ArgumentError, match="sequence before heads"):
         OP.call((query, key.swapaxes(1, 2)[:, :, :4], value.swapaxes(1, 2)[:, :, :4]), {})
     assert "sequence before heads" in OP.canonicalize.__doc__
+
+
+def test_forward_mode_keeps_hidden_nan_out():
+    query, key, value = arrays(B=1, T=6, S=6, N=2)
+    key[:, 4:], value[:, 4:] = np.nan, np.inf
+    moved = tuple(np.ones_like(array) for array in (query, key, value))
+
+    def run(*given):
+        return call(*given, is_causal=True)
+
+    out, tangent = jax.jvp(run, (query, key, value), moved)
+    clean = (query[:, :4], key[:, :4], value[:, :4])
+    want, wanted = jax.jvp(run, clean, tuple(np.ones_like(array) for array in clean))
+    np.testing.assert_allclose(out[:, :4], want, rtol=1e-5)
+    np.testing.assert_allclose(tangent[:, :4], wanted, rtol=1e-4, atol=1e-5)
+    assert np.isnan(out[:, 4:]).all()
+    assert np.isnan(tangent[:, 4:]).all()
