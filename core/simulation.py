@@ -131,7 +131,7 @@ def _program(
             outputs = kernel(request, operands, config)
         return {name: outputs[name] for name in request.wanted}
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=compat.QUICK)
 
 
 def _name(kernel: Any) -> str:

@@ -3,7 +3,6 @@
 `docs/certify.md` has the same table.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ CASES = {"add": "blocks", "reduce": "blocks_last", "matmul": "float16_broad"}
 ON_WAIT, EAGER = simulate.MODES["tpu"]
 (GPU,) = simulate.MODES["cuda"]
 MISSED = "missed"
-HANG_LIMIT = 30.0
+HANG_LIMIT = 15.0
 
 # The kind of failure that is reported, with copies that are late, and with copies that are early.
 TPU = {
@@ -62,61 +61,36 @@ def job(platform, op, bug, options):
 
 
 def kinds(jobs):
-    """The kind of failure of each job, in their order."""
+    """Each result, with the kind of its failure, in the order of the jobs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(PLANTED)
         # By one child, which has started once the first job, a kernel that is right, is done.
-        found = [(result, result.kind if result.status != "ok" else MISSED) for result in in_order(jobs)]
+        results = list(simulate.simulate(jobs, parallel=1, limit=HANG_LIMIT))
+    found = [(result, result.kind if result.status != "ok" else MISSED) for result in results]
     assert all(result.words for result, kind in found if kind != MISSED)
     return found
 
 
-def in_order(jobs):
-    return list(simulate.simulate(jobs, parallel=1, limit=HANG_LIMIT))
-
-
-@pytest.fixture(scope="module")
-def tpu():
+# One test a platform: workers that shared its jobs would each do all of them.
+def test_bugs_of_tpu_kernels():
     jobs = [job("tpu", op, bug, options) for op, bug in TPU for options in (ON_WAIT, EAGER)]
-    jobs.append(job("tpu", "add", "lost signal", ON_WAIT))
-    return kinds(jobs)
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    if importlib.util.find_spec("absl") is None:
-        pytest.skip("Pallas' GPU half needs absl-py")
-    jobs = [job("cuda", op, bug, GPU) for op, bug in GPU_BUGS]
-    jobs.append(job("cuda", "add", "missing wait before a slot is stored again", SimulatorOptions(tma_threads=1)))
-    jobs.append(job("cuda", "add", "lost signal", GPU))
-    return kinds(jobs)
-
-
-@pytest.mark.parametrize(("op", "bug"), TPU, ids=" ".join)
-def test_bugs_of_tpu_kernels(tpu, op, bug):
-    at = 2 * list(TPU).index((op, bug))
-    assert (tpu[at][1], tpu[at + 1][1]) == TPU[op, bug]
-    for result, kind in tpu[at : at + 2]:
-        assert result.case == CASES[op]
-        assert (f"planted_tpu:{op}" in result.words) == (kind in ("race", "out-of-bounds"))
+    *found, (lost, lost_kind) = kinds([*jobs, job("tpu", "add", "lost signal", ON_WAIT)])
+    assert {bug: (found[2 * n][1], found[2 * n + 1][1]) for n, bug in enumerate(TPU)} == TPU
+    for one, (result, kind) in zip(jobs, found, strict=True):
+        assert result.case == CASES[one.op]
+        assert (f"planted_tpu:{one.op}" in result.words) == (kind in ("race", "out-of-bounds"))
         if kind == "race":
             assert re.search(r"(read|write) of .*planted_tpu.py|(read|write) of .*pallas", result.words)
+    assert (lost.status, lost_kind) == ("timeout", "hang")
+    assert "waits for a signal that nothing sends" in lost.words
 
 
-def test_a_lost_signal_is_a_hang_and_ends(tpu):
-    result, kind = tpu[-1]
-    assert (result.status, kind) == ("timeout", "hang")
-    assert "waits for a signal that nothing sends" in result.words
-
-
-@pytest.mark.parametrize(("op", "bug"), GPU_BUGS, ids=" ".join)
-def test_bugs_of_gpu_kernels(gpu, op, bug):
-    assert gpu[list(GPU_BUGS).index((op, bug))][1] in GPU_BUGS[op, bug]
-
-
-def test_few_unordered_copies_hide_a_slot_that_is_stored_again(gpu):
-    assert gpu[-2][1] == MISSED
-
-
-def test_a_lost_signal_on_a_gpu_is_a_hang_and_ends(gpu):
-    assert gpu[-1][1] == "hang"
+def test_bugs_of_gpu_kernels():
+    pytest.importorskip("absl", reason="Pallas' GPU half needs absl-py")
+    jobs = [job("cuda", op, bug, GPU) for op, bug in GPU_BUGS]
+    few = job("cuda", "add", "missing wait before a slot is stored again", SimulatorOptions(tma_threads=1))
+    *found, (_, with_few_threads), (_, lost) = kinds([*jobs, few, job("cuda", "add", "lost signal", GPU)])
+    wrong = {bug: kind for bug, (_, kind) in zip(GPU_BUGS, found, strict=True) if kind not in GPU_BUGS[bug]}
+    assert wrong == {}
+    assert with_few_threads == MISSED  # few unordered copies hide a slot that is stored again
+    assert lost == "hang"
