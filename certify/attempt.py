@@ -42,7 +42,7 @@ def compile_job(payload: Mapping[str, Any]) -> dict[str, Any]:
         found = program.build(job)
         dtype = program.format_of(found.request)
         record |= {"config": found.config.model_dump(mode="json"), "flops": found.flops}
-        place = Place(targets.target(job.target), Path(payload["scratch"]))
+        place = Place(targets.target(job.target), Path(payload["scratch"]), texts=bool(job.dump))
         lowered = place.lower(found.function, program.placed(found.arguments, place.sharding))
         allowed = targets.target(job.target).entry(job.workload.allowed_spills)
         flags = {"estimate": str(job.workload.estimate), "flops": str(found.flops), "spills": str(allowed)}
@@ -76,7 +76,7 @@ def compile_exported(payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         exported = jax.export.deserialize(bytearray(base64.b64decode(payload["exported"])))
-        place = Place(targets.target(payload["target"]), Path(payload["scratch"]))
+        place = Place(targets.target(payload["target"]), Path(payload["scratch"]), texts=bool(payload["dump"]))
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place.sharding) for a in exported.in_avals]
         args, kwargs = jax.tree.unflatten(exported.in_tree, avals)
         lowered = place.lower(exported.call, *args, **kwargs)
@@ -125,12 +125,12 @@ _SPILLS = {
 
 
 class Place:
-    """One absent device of a target, to lower and compile for."""
+    """One absent device of a target, to lower and compile for; `texts`: some will be kept."""
 
-    def __init__(self, target: Target, scratch: Path):
+    def __init__(self, target: Target, scratch: Path, *, texts: bool = False):
         self._target = target
         self._compiler = COMPILERS[target.platform]
-        self._compiler.start(scratch)
+        self._compiler.start(scratch, texts=texts)
         devices = self._compiler.topology(target).devices
         self._mesh = Mesh(np.array(devices[:1]), ("device",))
         self.sharding = NamedSharding(self._mesh, PartitionSpec())

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ class Job:
       environment: variables set in the child on top of this process's; None removes one. Jobs of the same
         environment share children.
       group: jobs of different groups do not share a child all the same.
+      batch: neighbours of one batch are done by one child, one after the other, which may keep what they share.
     """
 
     function: str
@@ -53,6 +55,7 @@ class Job:
     limit: float = 60.0
     environment: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     group: str = ""
+    batch: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class _Pool:
 
     def __init__(self, jobs: Sequence[Job]):
         self.found: queue.Queue[Outcome | BaseException] = queue.Queue()
-        self._pending = list(jobs)
+        numbered = groupby(enumerate(jobs), lambda each: each[1].batch or each[0])
+        self._pending = [[job for _, job in batch] for _, batch in numbered]
         self._children: set[_Child] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -127,15 +131,16 @@ class _Pool:
         """Do jobs until none is left: the loop of one thread, which has one child at a time."""
         child: _Child | None = None
         try:
-            while (job := self._take(child)) is not None:
-                if child is None or not child.takes(job):
-                    self._drop(child)
-                    child = self._start(job)
-                outcome = child.do(job)
-                if outcome.status != "ok":
-                    self._drop(child)
-                    child = None
-                self.found.put(outcome)
+            while batch := self._take(child):
+                for job in batch:
+                    if child is None or not child.takes(job):
+                        self._drop(child)
+                        child = self._start(job)
+                    outcome = child.do(job)
+                    if outcome.status != "ok":
+                        self._drop(child)
+                        child = None
+                    self.found.put(outcome)
         except BaseException as error:
             self.found.put(error)
         finally:
@@ -149,12 +154,12 @@ class _Pool:
         for child in children:
             child.kill()
 
-    def _take(self, child: _Child | None) -> Job | None:
-        """The next job, if there is one that this child can do; else the next of all."""
+    def _take(self, child: _Child | None) -> list[Job]:
+        """The next batch, if there is one that this child can do; else the next of all. Empty if none is left."""
         with self._lock:
             if self._stopped or not self._pending:
-                return None
-            suits = (n for n, job in enumerate(self._pending) if child is not None and child.takes(job))
+                return []
+            suits = (n for n, batch in enumerate(self._pending) if child is not None and child.takes(batch[0]))
             return self._pending.pop(next(suits, 0))
 
     def _start(self, job: Job) -> _Child:

@@ -44,8 +44,13 @@ def environment() -> dict[str, str | None]:
     return {"PATH": os.pathsep.join([*map(str, filter(Path.is_dir, TOOLS)), os.environ.get("PATH", os.defpath)])}
 
 
-def start(scratch: Path) -> None:
-    """Have the compiler dump into a folder of this process."""
+def start(scratch: Path, *, texts: bool = False) -> None:
+    """Have the compiler dump into a folder of this process.
+
+    Args:
+      scratch: folder to make that folder in.
+      texts: not used: all texts are needed for the measures.
+    """
     global _folder
     if _folder is None:
         _folder = scratch / str(os.getpid())

@@ -26,25 +26,27 @@ UNTRUSTED = "the compiler's cycle estimate is left out: control flow depends on 
 
 # Alternatives without spaces: libtpu splits its flags at them.
 _BUNDLES = (
-    "--xla_jf_dump_to={0} --xla_mosaic_dump_to={0}/mosaic --xla_jf_dump_llo_text=true "
+    "--xla_jf_dump_to={0} --xla_jf_dump_llo_text=true "
     "--xla_jf_dump_llo_pass_label_regex=final_(bundles|hlo-static)|post-delay-converter"
 )
+_MOSAIC = " --xla_mosaic_dump_to={0}/mosaic"
 _PROFILE = "--xla_jf_dump_static_llo_profile_to={0}"
 _folder: Path | None = None
 
 
-def start(scratch: Path, *, profile: bool = False) -> None:
+def start(scratch: Path, *, texts: bool = False, profile: bool = False) -> None:
     """Have the compiler dump into a folder of this process; its flags are read once, when libtpu loads.
 
     Args:
       scratch: folder to make that folder in.
+      texts: dump what is only kept to be read, too; that takes half as long again.
       profile: dump cycle estimates only.
     """
     global _folder
     if _folder is None:
         _folder = scratch / str(os.getpid())
         _folder.mkdir(parents=True)
-        os.environ["LIBTPU_INIT_ARGS"] = (_PROFILE if profile else _BUNDLES).format(_folder)
+        os.environ["LIBTPU_INIT_ARGS"] = (_PROFILE if profile else _BUNDLES + _MOSAIC * texts).format(_folder)
 
 
 def clear() -> None:

@@ -103,7 +103,10 @@ def _finished(result: CompileResult, outcome: Outcome, keep: bool) -> CompileRes
 
 def _job(number: int, job: CompileJob, scratch: str, cached: bool) -> Job:
     payload = {"number": number, "job": job.model_dump(mode="json"), "scratch": scratch, "cached": cached}
-    return Job("opmux.certify.attempt:compile_job", payload, COMPILE_LIMIT, environment(job.target), group(job.target))
+    return Job(
+        "opmux.certify.attempt:compile_job", payload, COMPILE_LIMIT, environment(job.target), group(job.target),
+        batch=f"{job.backend}/{job.op}/{job.workload.name}/{group(job.target)}",  # on some targets it is the same code
+    )  # fmt: skip
 
 
 def environment(target: str) -> dict[str, str | None]:

@@ -51,9 +51,9 @@ def certify(
       backends: names of backends; by default those that have a simulator.
       ops: names of ops; all that a backend implements by default. Backwards are certified with their ops.
       targets: names of devices to compile for; by default every known one that a backend is for, at level `quick`
-        without those whose code is that of another.
-      level: `quick` takes a few cases and workloads of each op, and estimates the cycles of one target; `full` takes
-        and estimates all.
+        without those whose code is that of another. The compiler's cycle estimates, which take longer than to
+        compile, are asked for where targets are named; by default for `tpu-v6e` only.
+      level: `quick` takes a few cases and workloads of each op; `full` takes all.
       parts: `simulate`, `compile`, or both.
       baseline: file of figures to compare with.
       update_baseline: write what is found to that file, in place of comparing.
@@ -214,7 +214,7 @@ def _programs(
         jobs += [
             CompileJob(
                 backend=implementation.backend, op=implementation.op, target=name, dump=str(dump or ""),
-                workload=workload if targets.target(name).estimated or level == "full" else unestimated(workload),
+                workload=workload if targets.target(name).estimated or wanted is not None else unestimated(workload),
             )
             for workload in workloads(registry.ops()[op], level, backward=op != implementation.op)
             for name in names

@@ -7,6 +7,7 @@ is over, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,19 +32,20 @@ _ENVIRONMENT: dict[str, str | None] = {
     "XLA_FLAGS": None,
 }
 
+
 # Copies that happen late show what is read too early, and copies that happen early show what is overwritten too
 # early; the seed orders the grid points of parallel axes, and two cores take them by turns.
-_ON_WAIT = SimulatorOptions(dma="on_wait", seed=0, cores=2)
-_EAGER = SimulatorOptions(dma="eager", seed=1, cores=2)
-MODES: dict[str, tuple[SimulatorOptions, ...]] = {"tpu": (_ON_WAIT, _EAGER), "cuda": (SimulatorOptions(),)}
+def _late_and_early(seed: int | None, cores: int) -> tuple[SimulatorOptions, ...]:
+    return tuple(SimulatorOptions(dma=dma, seed=seed, cores=cores) for dma in ("on_wait", "eager"))
+
+
+MODES: dict[str, tuple[SimulatorOptions, ...]] = {
+    "tpu": _late_and_early(seed=0, cores=2),
+    "cuda": (SimulatorOptions(),),
+}
 """Simulator options of every run, by platform."""
 MORE_MODES: dict[str, tuple[SimulatorOptions, ...]] = {
-    "tpu": (
-        SimulatorOptions(dma="on_wait"),
-        SimulatorOptions(dma="eager"),
-        SimulatorOptions(dma="on_wait", seed=2, cores=2),
-        SimulatorOptions(dma="eager", seed=3, cores=2),
-    )
+    "tpu": (*_late_and_early(seed=None, cores=1), *_late_and_early(seed=1, cores=2)),
 }
 """Options that cases of several blocks are run with in addition, at level `full`."""
 
@@ -89,6 +91,11 @@ class SimulateJob(BaseModel):
     def key(self) -> str:
         """As `SimulateResult.key`."""
         return f"{self.backend}/{self.op}/{self.case}/{self.mode}"
+
+    @property
+    def batch(self) -> str:
+        """The same for jobs that one program does: whether it copies late or early is asked when it runs."""
+        return self.model_copy(update={"options": replace(self.options, dma="on_wait")}).key
 
 
 def plan(backends: Iterable[str], ops: Iterable[str], level: Level) -> tuple[list[SimulateJob], list[str]]:
@@ -153,9 +160,12 @@ def simulate(
       limit: seconds for one run.
     """
     found = [
-        Job("opmux.certify.simulated:simulate_job", job.model_dump(mode="json"), limit, _ENVIRONMENT, job.backend)
+        Job(
+            "opmux.certify.simulated:simulate_job", job.model_dump(mode="json"), limit, _ENVIRONMENT, job.backend,
+            batch=job.batch,
+        )
         for job in jobs
-    ]
+    ]  # fmt: skip
     by_payload = {id(job.payload): own for job, own in zip(found, jobs, strict=True)}
     for outcome in run_jobs(found, parallel=parallel):
         yield _result(by_payload[id(outcome.job.payload)], outcome)

@@ -17,7 +17,7 @@ class Target:
       name: opmux's name for the device.
       topology: what JAX's topology description calls it.
       quick: compiled for at level `quick`, unless targets are named. A device whose code is that of another is not.
-      estimated: its cycles are estimated at level `quick`, which takes longer than to compile.
+      estimated: its cycles are estimated, which takes longer than to compile; of others, if targets are named.
     """
 
     name: str

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,11 @@ def has_manual_axes(array: Any) -> bool:
 def trace_is_clean() -> bool:
     """Whether no JAX transformation is being traced in this thread."""
     return trace_state_clean()
+
+
+def trace_context() -> Hashable:
+    """Everything that the caches of JAX know a trace by besides its arguments."""
+    return config.trace_context()
 
 
 def device_platform(device: Any) -> str:
@@ -131,7 +136,7 @@ def _simulation_client() -> Any:
             del os.environ["PJRT_NPROC"]
 
 
-QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 """Compiler options for programs that are run once, on small arrays, on a CPU: half the time to compile."""
 
 _compiling = threading.Lock()
@@ -144,22 +149,28 @@ def _thread_program(jaxpr: Any, tree: Any, specs: tuple[jax.ShapeDtypeStruct, ..
     return jax.jit(partial(jax.core.eval_jaxpr, jaxpr)).lower(consts, *args).compile(QUICK)
 
 
-@contextlib.contextmanager
-def simulation_device() -> Generator[None]:
-    """A scope in which programs run on a CPU client of their own, in the thread that calls them.
+def simulation_client() -> contextlib.AbstractContextManager[Any]:
+    """A scope in which programs are traced for, and run on, a CPU client of their own.
 
     A host callback that ran a program on JAX's own CPU client could wait for ever: for a thread of a pool that is
-    full of programs in callbacks, or for the end of the very program that called it. For one thread at a time, as
-    the simulators themselves are: the threads that they start are sent to the client as well.
+    full of programs in callbacks, or for the end of the very program that called it.
+    """
+    return jax.default_device(_simulation_client().devices()[0])
+
+
+@contextlib.contextmanager
+def simulation_threads() -> Generator[None]:
+    """A scope in which the threads that simulators start run on that client as well, one program for all of them.
+
+    For one thread at a time, as the simulators themselves are.
     """
     from jax._src.pallas.mosaic.interpret import thread_map
 
     threads: Any = thread_map
-    device = _simulation_client().devices()[0]
     original = threads._run_jaxpr
 
     def run(jaxpr: Any, consts: Any, *args: Any) -> None:
-        with jax.default_device(device):
+        with simulation_client():
             leaves, tree = jax.tree.flatten((consts, args))
             with _compiling:
                 program = _thread_program(jaxpr, tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
@@ -168,23 +179,45 @@ def simulation_device() -> Generator[None]:
 
     threads._run_jaxpr = run
     try:
-        with jax.default_device(device):
-            yield
+        yield
     finally:
         threads._run_jaxpr = original
 
 
 def tpu_simulator(
-    *, detect_races: bool, uninitialized: str, dma: str, seed: int | None, cores: int
+    *, detect_races: bool, uninitialized: str, seed: int | None, cores: int
 ) -> contextlib.AbstractContextManager[None]:
-    """A scope in which `pallas_call` is simulated on a TPU; a read out of bounds raises."""
+    """A scope in which `pallas_call` is traced for a simulated TPU; a read out of bounds raises."""
     from jax.experimental.pallas import tpu as pltpu
 
     options: dict[str, Any] = {
-        "detect_races": detect_races, "uninitialized_memory": uninitialized, "dma_execution_mode": dma,
+        "detect_races": detect_races, "uninitialized_memory": uninitialized,
         "random_seed": seed, "num_cores_or_threads": cores, "out_of_bounds_reads": "raise",
     }  # fmt: skip
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**options))
+    return pltpu.force_tpu_interpret_mode(_tpu_params()(**options))
+
+
+@cache
+def _tpu_params() -> Any:
+    from jax.experimental.pallas import tpu as pltpu
+
+    # Asked when a kernel starts, so that one program serves all of `tpu_copies`.
+    asked = property(lambda self: _copies, lambda self, value: None)
+    return type("Params", (pltpu.InterpretParams,), {"dma_execution_mode": asked})
+
+
+_copies = "on_wait"
+
+
+@contextlib.contextmanager
+def tpu_copies(when: str) -> Generator[None]:
+    """A scope in which simulated TPU kernels copy `on_wait` or `eager`; for one thread at a time."""
+    global _copies
+    before, _copies = _copies, when
+    try:
+        yield
+    finally:
+        _copies = before
 
 
 def reset_tpu_simulator() -> None:

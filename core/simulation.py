@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import jax
@@ -40,7 +40,8 @@ class SimulatorOptions:
     Attributes:
       detect_races: report two accesses to one place that nothing orders.
       uninitialized: what memory holds before it is written.
-      dma: TPU: copies happen when they are waited for, or as soon as they are started.
+      dma: TPU: copies happen when they are waited for, or as soon as they are started. The same program does both, so
+        that the second costs no more than to run it.
       seed: TPU: order of the grid points along parallel axes; None is the order of the grid.
       cores: TPU: cores of the simulated device; GPU: not used.
       tma_threads: GPU: how many TMA copies may be under way unordered; few hide races between copies.
@@ -59,7 +60,8 @@ class Simulator:
     """Runs kernels in one of JAX's simulators; works under every transform.
 
     Attributes:
-      scope: Pallas kernels that are traced inside of this context are simulated.
+      scope: Pallas kernels that are traced inside of this context are simulated; heeds all options but `dma`.
+      copies: a context in which the copies of a kernel that runs happen as `dma` says.
       reset: clears what a kernel that failed has left behind.
       races: a context that gives a function: whether any kernel run inside had a race that was only recorded.
       wide: whether it runs programs that are traced with 64 bits enabled.
@@ -68,6 +70,7 @@ class Simulator:
     scope: Callable[[SimulatorOptions], AbstractContextManager[None]]
     reset: Callable[[], None]
     races: Callable[[], AbstractContextManager[Callable[[], bool]]]
+    copies: Callable[[str], AbstractContextManager[None]] = lambda when: nullcontext()
     wide: bool = True
 
     def __call__(
@@ -88,20 +91,24 @@ class Simulator:
         Raises:
           SimulationError: the simulator raised, or found a race.
         """
-        key: Any = (self, kernel, request, config, options)
-        program = _program(*key)
         # Of this thread; the host has threads of its own.
         wide = self.wide and jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8
-        specs = jax.eval_shape(program, request.structs())
-        if not any(spec.size for spec in specs.values()):
-            return program(dict(operands))
+        with jax.enable_x64(wide):
+            key: Any = (self, kernel, request, config, replace(options, dma="on_wait"), compat.trace_context())
+            program = _Program(*key)
+        if not any(spec.size for spec in program.specs.values()):
+            empty = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in program.specs.items()}
+            return {name: compat.vary_like(array, operands.values()) for name, array in empty.items()}
 
         def host(operands: Operands) -> dict[str, np.ndarray]:
-            with _one_at_a_time, compat.simulation_device(), jax.enable_x64(wide), self.races() as raced:
+            with (
+                _one_at_a_time, compat.simulation_client(), jax.enable_x64(wide), compat.simulation_threads(),
+                self.copies(options.dma), self.races() as raced,
+            ):  # fmt: skip
                 try:
                     # By way of NumPy: an array of JAX's own client would bring the program there.
                     given = {name: jnp.asarray(np.asarray(array)) for name, array in operands.items()}
-                    found = program(given)
+                    found = program.compiled(given)
                     outputs = {name: np.asarray(array) for name, array in found.items()}
                 except Exception as error:
                     self.reset()
@@ -112,7 +119,7 @@ class Simulator:
 
         if compat.trace_is_clean() and not any(map(compat.is_traced, operands.values())):
             return {name: jnp.asarray(array) for name, array in host(operands).items()}
-        outputs = jax.pure_callback(host, specs, dict(operands), vmap_method="sequential")
+        outputs = jax.pure_callback(host, program.specs, dict(operands), vmap_method="sequential")
         return {name: compat.vary_like(array, operands.values()) for name, array in outputs.items()}
 
 
@@ -121,17 +128,31 @@ _one_at_a_time = threading.Lock()
 
 
 @lru_cache(maxsize=1024)
-def _program(
-    simulator: Simulator, kernel: Any, request: Request, config: Config, options: SimulatorOptions
-) -> Callable[[Operands], Outputs]:
-    """The kernel as a jitted function, the same one for the same question, so that it is compiled once."""
+class _Program:
+    """A kernel, traced at once and compiled when it first runs: the same one for the same question.
 
-    def run(operands: Operands) -> Outputs:
-        with simulator.scope(options):
-            outputs = kernel(request, operands, config)
-        return {name: outputs[name] for name in request.wanted}
+    Jitted functions would not do: JAX's caches know them by everything that may change from call to call, such as
+    how copies happen, which the program does not depend on.
+    """
 
-    return jax.jit(run, compiler_options=compat.QUICK)
+    def __init__(
+        self, simulator: Simulator, kernel: Any, request: Request, config: Config, options: SimulatorOptions,
+        context: Hashable,
+    ):  # fmt: skip
+        def run(operands: Operands) -> Outputs:
+            with simulator.scope(options):
+                outputs = kernel(request, operands, config)
+            return {name: outputs[name] for name in request.wanted}
+
+        self._traced = jax.jit(run).trace(request.structs())
+        self.specs = {
+            name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in self._traced.out_info.items()
+        }
+
+    @cached_property
+    def compiled(self) -> Callable[[Operands], Outputs]:
+        """The program, for the device of the thread that asks first."""
+        return self._traced.lower().compile(compat.QUICK)
 
 
 def _name(kernel: Any) -> str:

@@ -172,6 +172,11 @@ def entered(policy: Policy) -> Any:
     return _context(key(policy))
 
 
+def left() -> Any:
+    """A context in which JAX's caches are keyed by no policy, for what depends on none."""
+    return _context(None)
+
+
 class _Root(threading.local):
     """For each thread, JAX's user context as it is outside of every scope: not set, so it follows the global value."""
 

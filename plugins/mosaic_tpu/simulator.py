@@ -12,11 +12,10 @@ def _scope(options: SimulatorOptions) -> AbstractContextManager[None]:
     return compat.tpu_simulator(
         detect_races=options.detect_races,
         uninitialized=options.uninitialized,
-        dma=options.dma,
         seed=options.seed,
         cores=options.cores,
     )
 
 
-simulate = Simulator(scope=_scope, reset=compat.reset_tpu_simulator, races=compat.tpu_races)
+simulate = Simulator(scope=_scope, reset=compat.reset_tpu_simulator, races=compat.tpu_races, copies=compat.tpu_copies)
 """Runs a kernel of this backend in JAX's TPU interpret mode; see `opmux.core.simulation.Simulator`."""
