@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import numpy as np
 from jax._src import config
 from jax._src.core import Primitive as Primitive  # that of jax.extend.core, whose import brings Pallas
 from jax._src.core import trace_state_clean
@@ -162,12 +163,13 @@ def simulation_client() -> contextlib.AbstractContextManager[Any]:
 def simulation_threads() -> Generator[None]:
     """A scope in which the threads that simulators start run on that client as well, one program for all of them.
 
-    For one thread at a time, as the simulators themselves are.
+    What a simulated TPU calls the host with stays in NumPy. For one thread at a time, as the simulators themselves are.
     """
-    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src import callback as callbacks
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
 
     threads: Any = thread_map
-    original = threads._run_jaxpr
+    original, call_host = threads._run_jaxpr, callbacks.io_callback_impl
 
     def run(jaxpr: Any, consts: Any, *args: Any) -> None:
         with simulation_client():
@@ -177,11 +179,18 @@ def simulation_threads() -> Generator[None]:
             program(consts, *args)
             jax.effects_barrier()  # the program may have gone on in the pool; the simulator counts on its end
 
-    threads._run_jaxpr = run
+    def call(*args: Any, callback: Any, **params: Any) -> Any:
+        function = getattr(callback.callback_func, "func", callback.callback_func)
+        if getattr(function, "__module__", "") != interpret_pallas_call.__name__:
+            return call_host(*args, callback=callback, **params)
+        # To put every argument on a device and take it off again is most of what a callback costs.
+        return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+
+    threads._run_jaxpr, callbacks.io_callback_impl = run, call
     try:
         yield
     finally:
-        threads._run_jaxpr = original
+        threads._run_jaxpr, callbacks.io_callback_impl = original, call_host
 
 
 def tpu_simulator(
