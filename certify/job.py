@@ -29,6 +29,8 @@ class Workload(_Spec):
       allowed_spills: by target or platform, stores to and loads from spill slots that do not count as a failure. Only
         where no better kernel is known for that target; the baseline still holds the number.
       estimate: ask the compiler for its own cycle estimate, where it has one.
+      variant: compiled for the main target of each platform only, unless targets are named: on the others it is
+        expected to do as those do that it is a variant of.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Workload(_Spec):
     wanted: tuple[str, ...] = ()
     allowed_spills: dict[str, int] = {}
     estimate: bool = True
+    variant: bool = False
 
 
 class CompileJob(_Spec):

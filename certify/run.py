@@ -214,11 +214,12 @@ def _programs(
         jobs += [
             CompileJob(
                 backend=implementation.backend, op=implementation.op, target=name, dump=str(dump or ""),
-                workload=workload if targets.target(name).estimated or wanted is not None else unestimated(workload),
+                workload=workload if targets.target(name).main or wanted is not None else unestimated(workload),
             )
             for workload in workloads(registry.ops()[op], level, backward=op != implementation.op)
             for name in names
             if not platforms or targets.target(name).platform in platforms
+            if targets.target(name).main or wanted is not None or not workload.variant
         ]  # fmt: skip
     lacking = {name: compiling.missing(name) for name in dict.fromkeys(job.target for job in jobs)}
     return [job for job in jobs if not lacking[job.target]], _said(lacking)

@@ -99,10 +99,10 @@ class SimulateJob(BaseModel):
 
 
 def plan(backends: Iterable[str], ops: Iterable[str], level: Level) -> tuple[list[SimulateJob], list[str]]:
-    """What is to be run for some backends and ops, and what cannot be: ops that have no oracle.
+    """What is to be run for some backends and ops, and what cannot be: ops that have no oracle, and long cases.
 
     Level `quick` runs the cases of several blocks, and of the forward those that stand for transforms; `full` runs
-    every case, and those of several blocks under more options.
+    every case but the long ones, and those of several blocks under more options.
 
     Args:
       backends: names of backends; those without a simulator have nothing to run.
@@ -127,6 +127,11 @@ def plan(backends: Iterable[str], ops: Iterable[str], level: Level) -> tuple[lis
                 skipped.append(f"simulating {backend} {implementation.op}: opmux has no oracle of the op {name!r}")
                 continue
             jobs += _jobs(backend, op, implementation.op, platform, level)
+            skipped += [
+                f"simulating {backend} {implementation.op} {case.name}: thousands of steps"
+                for case in _cases(op, implementation.op, level)
+                if case.long
+            ]
     return jobs, skipped
 
 
@@ -143,10 +148,17 @@ def _jobs(backend: str, op: Op, implemented: str, platform: str, level: Level) -
     for case in block_cases(op.name):
         for options in (*modes, *more):
             yield job(case, options, not backward)
-    for case in op.cases():
-        if (case.grad or not backward) if level == "full" else case.transforms and not backward:
-            for options in modes:
-                yield job(case, options, False)
+    for case in _cases(op, implemented, level):
+        for options in modes if not case.long else ():
+            yield job(case, options, False)
+
+
+def _cases(op: Op, implemented: str, level: Level) -> list[Case]:
+    """The cases of an op that are run on one of its implementations, besides those of several blocks."""
+    backward = implemented != op.name
+    if level == "full":
+        return [case for case in op.cases() if case.grad or not backward]
+    return [case for case in op.cases() if case.transforms and not backward]
 
 
 def simulate(

@@ -17,13 +17,14 @@ class Target:
       name: opmux's name for the device.
       topology: what JAX's topology description calls it.
       quick: compiled for at level `quick`, unless targets are named. A device whose code is that of another is not.
-      estimated: its cycles are estimated, which takes longer than to compile; of others, if targets are named.
+      main: of the targets of a platform the one that variants of workloads are compiled for, and whose cycles are
+        estimated, which takes longer than to compile; the others, if targets are named.
     """
 
     name: str
     topology: str
     quick: bool = True
-    estimated: bool = False
+    main: bool = False
 
     @property
     def device(self) -> Device:
@@ -46,10 +47,10 @@ TARGETS = {
         Target("tpu-v4", "v4:2x2x1"),
         Target("tpu-v5e", "v5e:2x2"),
         Target("tpu-v5p", "v5p:2x2x1"),
-        Target("tpu-v6e", "v6e:2x2", estimated=True),
+        Target("tpu-v6e", "v6e:2x2", main=True),
         Target("tpu-v7x", "tpu7x:2x2x1"),
         Target("h100", "NVIDIA H100 80GB HBM3", quick=False),
-        Target("h200", "NVIDIA H200"),
+        Target("h200", "NVIDIA H200", main=True),
         Target("b200", "NVIDIA B200"),
     )
 }

@@ -134,8 +134,13 @@ def _chunk(
     return Workload(name=name, args=args, params={"output_final_state": True, **params}, allowed_spills=spills)
 
 
+def _variants(*found: Workload) -> tuple[Workload, ...]:
+    return tuple(workload.model_copy(update={"variant": True}) for workload in found)
+
+
 _HEADS = (1, 4096, 2, 128)
 _NARROW = (1, 4096, 2, 64)
+_KINDS = ("mean", "max", "min", "prod")
 _PACKED = (0, 640, 640, 1000, 2048)
 
 _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
@@ -150,11 +155,13 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             _add("f16 4096x4096", "f16[4096,4096]", "f16[4096,4096]"),
             _add("s32 4096x4096", "s32[4096,4096]", "s32[4096,4096]"),
             _add("s8 4096x4096", "s8[4096,4096]", "s8[4096,4096]"),
-            _add("f32 column", "f32[4096,4096]", "f32[4096,1]"),
-            _add("f32 outer", "f32[4096,1]", "f32[1,4096]"),
-            _add("f32 scalar", "f32[4096,4096]", "f32[]"),
             _add("f32 vector", "f32[1000003]", "f32[1000003]"),
-            _add("f32 small", "f32[7]", "f32[7]"),
+            *_variants(
+                _add("f32 column", "f32[4096,4096]", "f32[4096,1]"),
+                _add("f32 outer", "f32[4096,1]", "f32[1,4096]"),
+                _add("f32 scalar", "f32[4096,4096]", "f32[]"),
+                _add("f32 small", "f32[7]", "f32[7]"),
+            ),
         ),
     ),
     "reduce": (
@@ -167,12 +174,14 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             _reduce("bf16 4096x4096 last", "bf16[4096,4096]", axis=-1),
             _reduce("f16 4096x4096 last", "f16[4096,4096]", axis=-1),
             _reduce("s32 4096x4096 last", "s32[4096,4096]", axis=-1),
-            *(_reduce(f"f32 {kind}", "f32[1024,1024]", kind=kind, axis=-1) for kind in ("mean", "max", "min", "prod")),
-            _reduce("f32 all", "f32[4096,4096]"),
             _reduce("f32 apart", "f32[64,128,32,128]", axis=(0, 2)),
-            _reduce("f32 odd last", "f32[1001,517]", axis=-1, keepdims=True),
             _reduce("f32 vector", "f32[1000003]"),
-            _reduce("f32 small", "f32[7]", kind="max"),
+            *_variants(
+                *(_reduce(f"f32 {kind}", "f32[1024,1024]", kind=kind, axis=-1) for kind in _KINDS),
+                _reduce("f32 all", "f32[4096,4096]"),
+                _reduce("f32 odd last", "f32[1001,517]", axis=-1, keepdims=True),
+                _reduce("f32 small", "f32[7]", kind="max"),
+            ),
         ),
     ),
     "matmul": (
@@ -182,16 +191,18 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             _matmul("bf16 odd", "bf16[1000,200]", "bf16[200,1000]"),
         ),
         (
-            _matmul("bf16 4096", "bf16[4096,4096]", "bf16[4096,4096]"),
             _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
-            _matmul("f16 4096", "f16[4096,4096]", "f16[4096,4096]"),
-            _matmul("f32 1024", "f32[1024,1024]", "f32[1024,1024]"),
             _matmul("s8 1024", "s8[1024,1024]", "s8[1024,1024]", preferred_element_type="int32"),
-            _matmul("bf16 1 row", "bf16[1,4096]", "bf16[4096,4096]"),
-            _matmul("bf16 8 rows", "bf16[8,4096]", "bf16[4096,4096]"),
-            _matmul("bf16 100 rows", "bf16[100,4096]", "bf16[4096,4096]"),
-            _matmul("bf16 batch", "bf16[8,1024,512]", "bf16[8,512,1024]"),
-            _matmul("bf16 broadcast", "bf16[8,1024,512]", "bf16[512,1024]"),
+            *_variants(
+                _matmul("bf16 4096", "bf16[4096,4096]", "bf16[4096,4096]"),
+                _matmul("f16 4096", "f16[4096,4096]", "f16[4096,4096]"),
+                _matmul("f32 1024", "f32[1024,1024]", "f32[1024,1024]"),
+                _matmul("bf16 1 row", "bf16[1,4096]", "bf16[4096,4096]"),
+                _matmul("bf16 8 rows", "bf16[8,4096]", "bf16[4096,4096]"),
+                _matmul("bf16 100 rows", "bf16[100,4096]", "bf16[4096,4096]"),
+                _matmul("bf16 batch", "bf16[8,1024,512]", "bf16[8,512,1024]"),
+                _matmul("bf16 broadcast", "bf16[8,1024,512]", "bf16[512,1024]"),
+            ),
         ),
     ),
     "attention": (
@@ -200,26 +211,28 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             _attention("bf16 d64 causal", "bf16", _NARROW, _NARROW, is_causal=True),
         ),
         (
-            _attention("bf16 d128 causal", "bf16", _HEADS, _HEADS, is_causal=True),
-            _attention("bf16 d64", "bf16", _NARROW, _NARROW),
             _attention("f32 d128 causal", "f32", _HEADS, _HEADS, is_causal=True),
-            _attention("f16 d64", "f16", _NARROW, _NARROW),
-            _attention("bf16 gqa causal", "bf16", (1, 4096, 16, 128), _HEADS, is_causal=True),
-            _attention("bf16 window", "bf16", _HEADS, _HEADS, is_causal=True, local_window_size=512),
-            _attention("bf16 soft cap", "bf16", _HEADS, _HEADS, logits_soft_cap=30.0),
-            _attention(
-                "bf16 lengths", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64),
-                arrays={"key_value_seq_lengths": "s32[4]"},
-            ),
-            _attention("bf16 bias", "bf16", _NARROW, _NARROW, arrays={"bias": "bf16[1,2,4096,4096]"}),
-            _attention("bf16 mask", "bf16", _NARROW, _NARROW, arrays={"mask": "bool[1,1,4096,4096]"}),
-            _attention(
-                "bf16 segments", "bf16", _NARROW, _NARROW,
-                arrays={"q_segment_ids": "s32[1,4096]", "kv_segment_ids": "s32[1,4096]"},
-            ),
-            _attention("bf16 odd", "bf16", (2, 333, 4, 96), (2, 1001, 2, 96), is_causal=True),
-            _attention("bf16 values", "bf16", _HEADS, _HEADS, _NARROW),
             _attention("bf16 d256", "bf16", (1, 1024, 2, 256), (1, 1024, 2, 256), is_causal=True),
+            *_variants(
+                _attention("bf16 d128 causal", "bf16", _HEADS, _HEADS, is_causal=True),
+                _attention("bf16 d64", "bf16", _NARROW, _NARROW),
+                _attention("f16 d64", "f16", _NARROW, _NARROW),
+                _attention("bf16 gqa causal", "bf16", (1, 4096, 16, 128), _HEADS, is_causal=True),
+                _attention("bf16 window", "bf16", _HEADS, _HEADS, is_causal=True, local_window_size=512),
+                _attention("bf16 soft cap", "bf16", _HEADS, _HEADS, logits_soft_cap=30.0),
+                _attention(
+                    "bf16 lengths", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64),
+                    arrays={"key_value_seq_lengths": "s32[4]"},
+                ),
+                _attention("bf16 bias", "bf16", _NARROW, _NARROW, arrays={"bias": "bf16[1,2,4096,4096]"}),
+                _attention("bf16 mask", "bf16", _NARROW, _NARROW, arrays={"mask": "bool[1,1,4096,4096]"}),
+                _attention(
+                    "bf16 segments", "bf16", _NARROW, _NARROW,
+                    arrays={"q_segment_ids": "s32[1,4096]", "kv_segment_ids": "s32[1,4096]"},
+                ),
+                _attention("bf16 odd", "bf16", (2, 333, 4, 96), (2, 1001, 2, 96), is_causal=True),
+                _attention("bf16 values", "bf16", _HEADS, _HEADS, _NARROW),
+            ),
         ),
     ),
     "chunk_fwd_h": (
@@ -229,13 +242,15 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
         ),
         (
             _chunk("f32 gk", "f32", 4096),
-            _chunk("bf16 g", "bf16", 4096, gates="g"),
-            _chunk("bf16 g gk gv", "bf16", 4096, gates="g gk gv"),
-            _chunk("bf16 no gates", "bf16", 4096, gates=""),
-            _chunk("bf16 odd", "bf16", 1000, gates="g gk"),
-            _chunk("bf16 k64", "bf16", 4096, k=64, v=64),
-            _chunk("bf16 k256", "bf16", 2048, k=256, v=128),
             _chunk("f32 packed g", "f32", 2048, gates="g", starts=_PACKED),
+            *_variants(
+                _chunk("bf16 g", "bf16", 4096, gates="g"),
+                _chunk("bf16 g gk gv", "bf16", 4096, gates="g gk gv"),
+                _chunk("bf16 no gates", "bf16", 4096, gates=""),
+                _chunk("bf16 odd", "bf16", 1000, gates="g gk"),
+                _chunk("bf16 k64", "bf16", 4096, k=64, v=64),
+                _chunk("bf16 k256", "bf16", 2048, k=256, v=128),
+            ),
         ),
     ),
 }  # fmt: skip

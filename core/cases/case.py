@@ -22,6 +22,7 @@ class Case:
       rtol: relative tolerance in place of the one of the output's dtype, where the case has a reason.
       source: public report that the case stands for, such as `pytorch#103963`.
       transforms: whether the case also runs under every transform; for a few small ones an op.
+      long: whether it has thousands of steps, each of which takes a simulator of a device as long as a whole case.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Case:
     rtol: float | None = None
     source: str = ""
     transforms: bool = False
+    long: bool = False
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, the same ones every time."""

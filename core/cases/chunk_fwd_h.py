@@ -41,6 +41,7 @@ def make_case(
     rtol: float | None = None,
     source: str = "",
     transforms: bool = False,
+    long: bool = False,
     cu_seqlens: list[int] | None = None,
     chunk_size: int = 16,
     raw: bool = True,
@@ -77,7 +78,7 @@ def make_case(
         static = {"chunk_size": chunk_size, "gates": "raw" if raw else "cumulative", "output_final_state": True}
         return (arrays.pop("k"), arrays.pop("v")), {**arrays, **static, **options}
 
-    return Case(name, build, grad=grad, rtol=rtol, source=source, transforms=transforms)
+    return Case(name, build, grad=grad, rtol=rtol, source=source, transforms=transforms, long=long)
 
 
 def chunk_local_cumsum(gate: np.ndarray, chunk_size: int, cu_seqlens: Sequence[int] | None = None) -> np.ndarray:
@@ -148,7 +149,7 @@ def _packed() -> Iterator[Case]:
     yield make_case("packed_split_raw", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True)
     yield make_case("packed_short_split", ("g",), cu_seqlens=[0, 3, 14, 19], chunk_size=4, split_size=64, raw=False)
     yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
-                    grad=False, source="fla#1239")  # fmt: skip
+                    grad=False, long=True, source="fla#1239")  # fmt: skip
 
 
 def _strong() -> Iterator[Case]:
