@@ -122,19 +122,14 @@ def vary_like(array: jax.Array, others: Iterable[Any]) -> jax.Array:
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
 
 
-_SIMULATION_THREADS = "32"
-
-
 @cache
 def _simulation_client() -> Any:
+    from unittest import mock
+
     # Simulated threads wait for one another in callbacks, and may hold every thread of XLA's pool, which is as large
     # as the machine has cores. The one that they wait for needs another if XLA runs parts of it side by side.
-    given = os.environ.setdefault("PJRT_NPROC", _SIMULATION_THREADS)
-    try:
+    with mock.patch.dict(os.environ, {"PJRT_NPROC": os.environ.get("PJRT_NPROC", "32")}):
         return xla_client.make_cpu_client(asynchronous=False, num_devices=1)
-    finally:
-        if given is _SIMULATION_THREADS:
-            del os.environ["PJRT_NPROC"]
 
 
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
@@ -165,11 +160,12 @@ def simulation_threads() -> Generator[None]:
 
     What a simulated TPU calls the host with stays in NumPy. For one thread at a time, as the simulators themselves are.
     """
+    from unittest import mock
+
     from jax._src import callback as callbacks
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
 
-    threads: Any = thread_map
-    original, call_host = threads._run_jaxpr, callbacks.io_callback_impl
+    call_host = callbacks.io_callback_impl
 
     def run(jaxpr: Any, consts: Any, *args: Any) -> None:
         with simulation_client():
@@ -186,11 +182,8 @@ def simulation_threads() -> Generator[None]:
         # To put every argument on a device and take it off again is most of what a callback costs.
         return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
-    threads._run_jaxpr, callbacks.io_callback_impl = run, call
-    try:
+    with mock.patch.object(thread_map, "_run_jaxpr", run), mock.patch.object(callbacks, "io_callback_impl", call):
         yield
-    finally:
-        threads._run_jaxpr, callbacks.io_callback_impl = original, call_host
 
 
 def tpu_simulator(
@@ -250,6 +243,8 @@ def _recorded_races(module: Any, state: str) -> Generator[Callable[[], bool]]:
     Newer JAX raises. Older JAX records, in an object that each kernel replaces by one of its own; so all of them
     are kept. For one thread at a time, as the simulator itself is.
     """
+    from unittest import mock
+
     original = getattr(module, state)
     made: list[Any] = []
 
@@ -257,11 +252,8 @@ def _recorded_races(module: Any, state: str) -> Generator[Callable[[], bool]]:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    setattr(module, state, recorded)
-    try:
+    with mock.patch.object(module, state, recorded):
         yield lambda: any(state.races_found for state in made)
-    finally:
-        setattr(module, state, original)
 
 
 def gpu_simulator(

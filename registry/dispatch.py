@@ -26,7 +26,7 @@ from opmux.registry.batching import batchable
 from opmux.registry.candidates import Choice
 from opmux.registry.derivative import NoForwardMode, Run, differentiable
 from opmux.registry.guard import fresh, unavailable
-from opmux.registry.policy import Policy, left
+from opmux.registry.policy import Policy, entered
 from opmux.registry.resolver import REFERENCE, Plan
 
 # A kernel, or the error of a platform that has none.
@@ -128,7 +128,7 @@ def _runner(op: Op, device: Device, choice: Choice, options: SimulatorOptions) -
         with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"):
             if choice.simulator:
                 simulate: Simulate = load_target(choice.simulator)
-                with left():
+                with entered(None):
                     outputs = simulate(kernel, request, operands, choice.config_for(request), options)
             else:
                 with placement.traced_for(device):

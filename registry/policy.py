@@ -150,7 +150,7 @@ def follow(scopes: tuple[Settings, ...]) -> Policy:
     return policy
 
 
-def key(policy: Policy) -> Policy | None:
+def key(policy: Policy | None) -> Policy | None:
     """The value of JAX's user context under a policy."""
     return None if policy is _process.base else policy
 
@@ -166,15 +166,10 @@ def active_key() -> Policy | None:
     return _context.value
 
 
-def entered(policy: Policy) -> Any:
-    """A context in which JAX's caches are keyed by a policy."""
+def entered(policy: Policy | None) -> Any:
+    """A context in which JAX's caches are keyed by a policy, or by none, for what depends on none."""
     _root.note()
     return _context(key(policy))
-
-
-def left() -> Any:
-    """A context in which JAX's caches are keyed by no policy, for what depends on none."""
-    return _context(None)
 
 
 class _Root(threading.local):
