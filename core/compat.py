@@ -214,12 +214,10 @@ _copies = "on_wait"
 @contextlib.contextmanager
 def tpu_copies(when: str) -> Generator[None]:
     """A scope in which simulated TPU kernels copy `on_wait` or `eager`; for one thread at a time."""
-    global _copies
-    before, _copies = _copies, when
-    try:
+    from unittest import mock
+
+    with mock.patch(f"{__name__}._copies", when):
         yield
-    finally:
-        _copies = before
 
 
 def reset_tpu_simulator() -> None:
