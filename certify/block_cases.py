@@ -100,8 +100,6 @@ _CASES: dict[str, tuple[Case, ...]] = {
     "chunk_fwd_h": (
         chunk_fwd_h.make_case("blocks_16_bits", ("gk",), B=1, T=137, H=1, K=136, V=136, h0=True, dtype=BF16,
                               chunk_size=32, raw=False),
-        chunk_fwd_h.make_case("blocks_many", ("g",), H=1, K=8, V=8, chunk_size=4,
-                              cu_seqlens=[4 * n for n in range(41)]),
         chunk_fwd_h.make_case("blocks_ragged", ("g",), H=2, K=64, V=64, h0=True, dtype=BF16, chunk_size=32,
                               cu_seqlens=[0, 70, 70, 71, 201]),
     ),

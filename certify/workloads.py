@@ -208,7 +208,7 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
     "attention": (
         (
             _attention("bf16 d128", "bf16", _HEADS, _HEADS),
-            _attention("bf16 d64 causal", "bf16", _NARROW, _NARROW, is_causal=True),
+            *_variants(_attention("bf16 d64 causal", "bf16", _NARROW, _NARROW, is_causal=True)),
         ),
         (
             _attention("f32 d128 causal", "f32", _HEADS, _HEADS, is_causal=True),

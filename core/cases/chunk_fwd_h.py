@@ -148,6 +148,7 @@ def _packed() -> Iterator[Case]:
     )
     yield make_case("packed_split_raw", every, cu_seqlens=[0, 3, 61, 61, 100], chunk_size=8, split_size=24, h0=True)
     yield make_case("packed_short_split", ("g",), cu_seqlens=[0, 3, 14, 19], chunk_size=4, split_size=64, raw=False)
+    yield make_case("packed_forty", ("g",), cu_seqlens=[4 * n for n in range(41)], H=1, K=8, V=8, chunk_size=4)
     yield make_case("packed_many", ("g",), cu_seqlens=[4 * n for n in range(2051)], H=3, K=2, V=2, chunk_size=4,
                     grad=False, long=True, source="fla#1239")  # fmt: skip
 
