@@ -54,6 +54,13 @@ def test_many_jobs_share_a_child_and_noise_is_no_answer():
     assert "noise on stdout" in found[0].log
 
 
+def test_neighbours_of_one_batch_share_a_child():
+    jobs = [job("double", n, batch=f"batch {n // 2}" if n < 6 else "") for n in range(8)]
+    found = {outcome.value["twice"] // 2: outcome.value["pid"] for outcome in run_jobs(jobs, parallel=2)}
+    assert len(found) == 8
+    assert all(found[2 * n] == found[2 * n + 1] for n in range(3))
+
+
 def test_what_goes_wrong_is_an_outcome_and_the_rest_is_done():
     asked = [job("fail"), job("double", 1), job("die"), job("double", 2), job("leave"), job("double", 3)]
     found = {id(outcome.job): outcome for outcome in run_jobs(asked, parallel=1)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opmux import registry
-from opmux.certify import cache, compiling, program, workloads
+from opmux.certify import cache, compiling, program, run, workloads
 from opmux.certify.job import CompileJob, Workload, abstract
 from opmux.certify.kernels import pallas_calls
 from opmux.certify.results import CompileResult
@@ -127,3 +127,17 @@ def test_kernels_are_found_in_a_program_and_data_that_branches_depend_on(toys):
 def job(op="add", workload=None, target="tpu-v6e", **fields):
     workload = workload or Workload(name="w", args={"x": "f32[8,128]", "y": "f32[8,128]"})
     return CompileJob(backend="toy", op=op, workload=workload, target=target, **fields)
+
+
+def test_variants_are_compiled_for_the_main_target_of_a_platform_or_for_those_that_are_named(monkeypatch):
+    monkeypatch.setattr(run.compiling, "missing", lambda target: "")
+    every, _ = run._programs(["mosaic_tpu"], ["matmul"], None, "full", None)
+    named, _ = run._programs(["mosaic_tpu"], ["matmul"], ["tpu-v4", "tpu-v6e"], "full", None)
+    on = {
+        job.workload.name: {each.target for each in every if each.workload.name == job.workload.name} for job in every
+    }
+    assert on["bf16 1024"] == {"tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"}
+    assert on["bf16 4096"] == {"tpu-v6e"}
+    assert {job.workload.estimate for job in every if job.target != "tpu-v6e"} == {False}
+    assert {job.target for job in named if job.workload.name == "bf16 4096"} == {"tpu-v4", "tpu-v6e"}
+    assert all(job.workload.estimate for job in named)

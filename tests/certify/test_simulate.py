@@ -80,6 +80,22 @@ def test_quick_takes_a_few_cases_in_every_mode_and_full_takes_all(plugins):
     assert len({job.key for job in full}) == len(full)
 
 
+def test_long_cases_are_said_to_be_left_out(plugins):
+    plugins("acme", "tpu", "chunk_fwd_h", "chunk_fwd_h_vjp")
+    full, skipped = simulate.plan(["acme"], ["chunk_fwd_h"], "full")
+    assert skipped == ["simulating acme chunk_fwd_h packed_many: thousands of steps"]
+    assert "packed_many" not in {job.case for job in full}
+    assert simulate.plan(["acme"], ["chunk_fwd_h"], "quick")[1] == []
+
+
+def test_late_and_early_copies_are_one_batch(plugins):
+    plugins("acme", "tpu", "add")
+    full, _ = simulate.plan(["acme"], ["add"], "full")
+    pairs = list(zip(full[::2], full[1::2], strict=True))
+    assert all(late.batch == early.batch and late.key != early.key for late, early in pairs)
+    assert len({late.batch for late, _ in pairs}) == len(pairs)
+
+
 def test_an_op_without_an_oracle_is_said_to_be_left_out(plugins, monkeypatch):
     plugins("acme", "cuda", "add")
     monkeypatch.setattr(simulate, "find_oracle", lambda name: (_ for _ in ()).throw(LookupError(name)))

@@ -145,6 +145,26 @@ def test_memory_that_nobody_wrote_is_nan_or_zero():
     assert not np.asarray(simulated(UNWRITTEN, X, uninitialized="zero"))[8:].any()
 
 
+def test_late_and_early_copies_are_made_by_one_program_and_found_out_by_one():
+    traced = []
+
+    def reads_too_early(x_ref, out_ref, semaphore):
+        traced.append(out_ref)
+        copy = pltpu.make_async_copy(x_ref, out_ref, semaphore)
+        copy.start()
+        seen = out_ref[...]
+        copy.wait()
+        out_ref[...] = seen
+
+    kernel = whole(reads_too_early, "early", [pltpu.SemaphoreType.DMA])
+    late = simulated(kernel, X, dma="on_wait", detect_races=False)
+    times = len(traced)
+    early = simulated(kernel, X, dma="eager", detect_races=False)
+    assert np.isnan(late).all()
+    assert (early == X).all()
+    assert len(traced) == times
+
+
 def test_after_a_failure_the_next_kernel_runs_clean(add):
     program = jax.jit(add)
     program(X, X)
