@@ -84,22 +84,25 @@ def _attend(
     `always`: no row is empty. `precise`: cotangents of scores go to a bias of a wider dtype than the values', so
     that the product which makes them must not be rounded to that.
     """
+    # On CPUs 16 bits are faster divided by their total before the product.
+    early = value.dtype.itemsize == 2
     weights, total, lse = _softmax(scores, always)
-    out = _rows(weights, total, value)
-    if seen is None:
-        return out, lse, weights / total
+    out = _columns(weights / total if early else weights, value)
+    if seen is not None:
 
-    def poisoned(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # Made anew: a loop makes XLA write what it is given, and these scores it has written already.
-        weights, total, _ = _softmax(scores, always)
-        bad = ~jnp.isfinite(value)
-        hit = _mix(jnp.broadcast_to(seen, weights.shape), bad.astype(value.dtype), value.dtype) > 0
-        return carry[0] & False, jnp.where(hit, jnp.nan, _rows(weights, total, _cleaned(value)))
+        def poisoned(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            # Made anew: a loop makes XLA write what it is given, and these scores it has written already.
+            weights, total, _ = _softmax(scores, always)
+            hit = _columns(jnp.broadcast_to(seen, weights.shape), (~jnp.isfinite(value)).astype(value.dtype)) > 0
+            found = _columns(weights / total if early else weights, _cleaned(value))
+            return carry[0] & False, jnp.where(hit, jnp.nan, found)
 
-    # NaN in a value has spread to all rows, so a look at the first is enough. A loop that runs once at most leaves its
-    # carry in place, where `lax.cond` would copy it.
-    _, out = lax.while_loop(lambda carry: carry[0], poisoned, (~_finite(out[:, :1]), out))
-    return out, lse, jnp.where(seen, weights / total, 0)  # all of a row is NaN if one score is
+        # NaN in a value has spread to all rows, so a look at the first is enough. A loop that runs once at most leaves
+        # its carry in place, where `lax.cond` would copy it.
+        _, out = lax.while_loop(lambda carry: carry[0], poisoned, (~_finite(out[..., :1]), out))
+    out = (out if early else out / total.swapaxes(2, 3)).transpose(0, 3, 1, 2)
+    weights = weights / total
+    return out, lse, weights if seen is None else jnp.where(seen, weights, 0)  # all of a row is NaN if one score is
 
 
 @partial(_attend.defjvp, symbolic_zeros=True)
@@ -113,11 +116,11 @@ def _(always: bool, precise: bool, primals: Any, tangents: Any) -> Any:
         weighted = weights * tangent
         d_lse = weighted.sum(-1, keepdims=True)
         factor = value.astype(weighted.dtype) if precise else value
-        mixed = _mix(weighted, factor, factor.dtype, grouped=True).astype(out.dtype)
+        mixed = _mix(weighted, factor).astype(out.dtype)
         return mixed - (d_lse.transpose(0, 2, 1, 3) * out).astype(out.dtype), d_lse, weights * (tangent - d_lse)
 
     def of_value(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _mix(weights, tangent, out.dtype, grouped=True), jnp.zeros_like(lse), jnp.zeros_like(weights)
+        return _mix(weights, tangent), jnp.zeros_like(lse), jnp.zeros_like(weights)
 
     return found, _sum((tangents[0], of_scores), (tangents[1], of_value))
 
@@ -132,13 +135,6 @@ def _softmax(scores: jax.Array, always: bool) -> tuple[jax.Array, jax.Array, jax
     return weights, total, _unless(empty, jnp.log(total) + top, -jnp.inf)
 
 
-def _rows(weights: jax.Array, total: jax.Array, value: jax.Array) -> jax.Array:
-    """The output, from weights before the division by their total: on CPUs 16 bits are faster divided before."""
-    if value.dtype.itemsize == 2:
-        return _mix(weights / total, value, value.dtype)
-    return _mix(weights, value, total.dtype) / total.transpose(0, 2, 1, 3)
-
-
 def _pair(query: jax.Array, key: jax.Array, dtype: Any, grouped: bool = False) -> jax.Array:
     """Products of [B, T, N, H] and [B, S, K, H], [B, N, T, S]."""
     B, T, N, H = query.shape
@@ -149,18 +145,26 @@ def _pair(query: jax.Array, key: jax.Array, dtype: Any, grouped: bool = False) -
     return einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key).reshape(B, N, T, S)
 
 
-def _mix(weights: jax.Array, value: jax.Array, dtype: Any, grouped: bool = False) -> jax.Array:
-    """Sums of the values [B, S, K, Hv] by weights [B, N, T, S]: [B, T, N, Hv].
+def _columns(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """Sums of the values [B, S, K, Hv] by weights [B, N, T, S], [B, N, Hv, T]: as products come, not transposed yet.
 
     Rounded like any attention in 16 bits: the weights enter the product in the values' dtype.
     """
     B, N, T, S = weights.shape
     K, Hv = value.shape[2:]
     weights = weights.astype(value.dtype)
-    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-    if N == K and not grouped:
-        return einsum("bnts,bsnv->btnv", weights, value)
-    return einsum("bkgts,bskv->btkgv", weights.reshape(B, K, N // K, T, S), value).reshape(B, T, N, Hv)
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    if N == K:
+        return einsum("bnts,bsnv->bnvt", weights, value)
+    return einsum("bkgts,bskv->bkgvt", weights.reshape(B, K, N // K, T, S), value).reshape(B, N, Hv, T)
+
+
+def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """The same, [B, T, N, Hv], for derivatives."""
+    B, N, T, S = weights.shape
+    K, Hv = value.shape[2:]
+    grouped = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
+    return jnp.einsum("bkgts,bskv->btkgv", grouped, value, precision=lax.Precision.HIGHEST).reshape(B, T, N, Hv)
 
 
 def _unless(condition: Any, array: jax.Array, other: float) -> jax.Array:
