@@ -160,7 +160,8 @@ def _quotient(a: Scalar, b: int) -> Scalar:
 def fold(span: Span, step: Callable[[bool, Scalar, Any], Any], carry: Any) -> Any:
     """Folds `step(masked, number, carry)` over the steps of a span."""
     for masked, start, stop in ((False, 0, span.inner), (True, span.inner, span.steps)):
-        if isinstance(stop, int) and isinstance(start, int) and stop - start <= 1:
+        # A number that is known, other than 0, would be a constant of a branch, which Pallas cannot lower.
+        if isinstance(stop, int) and isinstance(start, int) and (stop == start or stop == 1):
             carry = step(masked, start, carry) if start < stop else carry
         else:
             carry = lax.fori_loop(start, stop, lambda i, c, masked=masked: step(masked, i, c), carry)

@@ -201,14 +201,16 @@ def _kernel(
             )  # fmt: skip
 
             out = acc * rows_of(jnp.where(total == 0, 0.0, 1 / total), acc.shape)
-            lse = top * math.log(2) + jnp.log(total)
             if problem.lengths:
                 out = jnp.where(row + lax.broadcasted_iota(jnp.int32, out.shape, 0) < bounds.q, out, 0.0)
-                lse = jnp.where(row + lax.broadcasted_iota(jnp.int32, lse.shape, 0) < bounds.q, lse, -jnp.inf)
             o_s[wg] = out.astype(problem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_s.at[wg], o_g.at[(b, pl.ds(row, ROWS), head, *columns(part))])
             if lse_g is not None:
+                # Made only if it is stored: nothing else says how it lies in registers.
+                lse = top * math.log(2) + jnp.log(total)
+                if problem.lengths:
+                    lse = jnp.where(row + lax.broadcasted_iota(jnp.int32, lse.shape, 0) < bounds.q, lse, -jnp.inf)
 
                 @pl.when(part == 0)
                 def _() -> None:
