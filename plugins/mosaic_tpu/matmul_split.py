@@ -30,7 +30,7 @@ def split(ref: Any, pieces_ref: Any, transposed: bool) -> list[Any]:
     rows, columns = ref.shape
     # Columns of the block become rows of its pieces, a square at a time.
     width = LANES if transposed else columns
-    packed = 2 * SUBLANES
+    packed = max(2, 4 // ref.dtype.itemsize) * SUBLANES  # rows of a register, of the pieces or of the block
     some = (
         LANES if transposed else max(packed, _REGISTERS * LANES * SUBLANES // round_up(width, LANES) // packed * packed)
     )
