@@ -103,9 +103,11 @@ def _finished(result: CompileResult, outcome: Outcome, keep: bool) -> CompileRes
 
 def _job(number: int, job: CompileJob, scratch: str, cached: bool) -> Job:
     payload = {"number": number, "job": job.model_dump(mode="json"), "scratch": scratch, "cached": cached}
+    # A GPU's compiler keeps what it has compiled for another of the same code.
+    on_gpu = targets.target(job.target).platform == "cuda"
     return Job(
         "opmux.certify.attempt:compile_job", payload, COMPILE_LIMIT, environment(job.target), group(job.target),
-        batch=f"{job.backend}/{job.op}/{job.workload.name}/{group(job.target)}",  # on some targets it is the same code
+        batch=f"{job.backend}/{job.op}/{job.workload.name}/{group(job.target)}" if on_gpu else "",
     )  # fmt: skip
 
 

@@ -205,6 +205,7 @@ def _programs(
     known, names = registry.backends(), _target_names(wanted)
     if wanted is None and level == "quick":
         names = [name for name in names if targets.target(name).quick]
+    thorough = {name for name in names if targets.target(name).main or wanted is not None}
     jobs: list[CompileJob] = []
     for implementation in registry.implementations():
         op = implementation.op.removesuffix("_vjp")
@@ -214,12 +215,12 @@ def _programs(
         jobs += [
             CompileJob(
                 backend=implementation.backend, op=implementation.op, target=name, dump=str(dump or ""),
-                workload=workload if targets.target(name).main or wanted is not None else unestimated(workload),
+                workload=workload if name in thorough else unestimated(workload),
             )
             for workload in workloads(registry.ops()[op], level, backward=op != implementation.op)
             for name in names
             if not platforms or targets.target(name).platform in platforms
-            if targets.target(name).main or wanted is not None or not workload.variant
+            if name in thorough or not workload.variant
         ]  # fmt: skip
     lacking = {name: compiling.missing(name) for name in dict.fromkeys(job.target for job in jobs)}
     return [job for job in jobs if not lacking[job.target]], _said(lacking)

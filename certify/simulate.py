@@ -149,8 +149,8 @@ def _jobs(backend: str, op: Op, implemented: str, platform: str, level: Level) -
         for options in (*modes, *more):
             yield job(case, options, not backward)
     for case in _cases(op, implemented, level):
-        for options in modes if not case.long else ():
-            yield job(case, options, False)
+        if not case.long:
+            yield from (job(case, options, False) for options in modes)
 
 
 def _cases(op: Op, implemented: str, level: Level) -> list[Case]:

@@ -208,7 +208,13 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
     "attention": (
         (
             _attention("bf16 d128", "bf16", _HEADS, _HEADS),
-            *_variants(_attention("bf16 d64 causal", "bf16", _NARROW, _NARROW, is_causal=True)),
+            *_variants(
+                _attention("bf16 d64 causal", "bf16", _NARROW, _NARROW, is_causal=True),
+                _attention(
+                    "bf16 lengths", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64),
+                    arrays={"key_value_seq_lengths": "s32[4]"},
+                ),
+            ),
         ),
         (
             _attention("f32 d128 causal", "f32", _HEADS, _HEADS, is_causal=True),
@@ -220,10 +226,7 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
                 _attention("bf16 gqa causal", "bf16", (1, 4096, 16, 128), _HEADS, is_causal=True),
                 _attention("bf16 window", "bf16", _HEADS, _HEADS, is_causal=True, local_window_size=512),
                 _attention("bf16 soft cap", "bf16", _HEADS, _HEADS, logits_soft_cap=30.0),
-                _attention(
-                    "bf16 lengths", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64),
-                    arrays={"key_value_seq_lengths": "s32[4]"},
-                ),
+                _attention("bf16 last block", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64)),
                 _attention("bf16 bias", "bf16", _NARROW, _NARROW, arrays={"bias": "bf16[1,2,4096,4096]"}),
                 _attention("bf16 mask", "bf16", _NARROW, _NARROW, arrays={"mask": "bool[1,1,4096,4096]"}),
                 _attention(

@@ -60,17 +60,18 @@ class Simulator:
     """Runs kernels in one of JAX's simulators; works under every transform.
 
     Attributes:
-      scope: Pallas kernels that are traced inside of this context are simulated; heeds all options but `dma`.
-      copies: a context in which the copies of a kernel that runs happen as `dma` says.
+      scope: Pallas kernels that are traced inside of this context are simulated.
       reset: clears what a kernel that failed has left behind.
       races: a context that gives a function: whether any kernel run inside had a race that was only recorded.
+      copies: a context in which the copies of a kernel that runs happen as `dma` says. With it, `scope` need not heed
+        that, and programs that are the same but for that are one.
       wide: whether it runs programs that are traced with 64 bits enabled.
     """
 
     scope: Callable[[SimulatorOptions], AbstractContextManager[None]]
     reset: Callable[[], None]
     races: Callable[[], AbstractContextManager[Callable[[], bool]]]
-    copies: Callable[[str], AbstractContextManager[None]] = lambda when: nullcontext()
+    copies: Callable[[str], AbstractContextManager[None]] | None = None
     wide: bool = True
 
     def __call__(
@@ -93,8 +94,9 @@ class Simulator:
         """
         # Of this thread; the host has threads of its own.
         wide = self.wide and jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8
+        traced = options if self.copies is None else replace(options, dma="on_wait")
         with jax.enable_x64(wide):
-            key: Any = (self, kernel, request, config, replace(options, dma="on_wait"), compat.trace_context())
+            key: Any = (self, kernel, request, config, traced, compat.trace_context())
             program = _Program(*key)
         if not any(spec.size for spec in program.specs.values()):
             empty = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in program.specs.items()}
@@ -103,7 +105,7 @@ class Simulator:
         def host(operands: Operands) -> dict[str, np.ndarray]:
             with (
                 _one_at_a_time, compat.simulation_client(), jax.enable_x64(wide), compat.simulation_threads(),
-                self.copies(options.dma), self.races() as raced,
+                nullcontext() if self.copies is None else self.copies(options.dma), self.races() as raced,
             ):  # fmt: skip
                 try:
                     # By way of NumPy: an array of JAX's own client would bring the program there.

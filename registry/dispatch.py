@@ -20,7 +20,7 @@ from opmux.core.errors import ForcedBackendError, OpmuxError, PluginError
 from opmux.core.implementation import load_target
 from opmux.core.op import Op
 from opmux.core.request import ArraySpec, Operands, Outputs, Request
-from opmux.core.simulation import Simulate, SimulatorOptions
+from opmux.core.simulation import Simulate
 from opmux.registry import notices, placement
 from opmux.registry.batching import batchable
 from opmux.registry.candidates import Choice
@@ -86,24 +86,23 @@ def execute(
     # Of several platforms one will run; what is said is said of the one that most likely does.
     notices.report(first[1], first[0])
 
-    options = policy.simulator
-    forward = _by_platform(op, plans, lambda device, found: _forward_kernel(op, device, found, options), staged)
+    forward = _by_platform(op, plans, lambda device, found: _forward_kernel(op, device, found, policy), staged)
     if all(found.forward_mode for found in plans.values()):
         return forward(request, operands)
-    backward = _by_platform(op.vjp, plans, lambda device, found: _backward_kernel(op, device, found, options), staged)
+    backward = _by_platform(op.vjp, plans, lambda device, found: _backward_kernel(op, device, found, policy), staged)
     message = NoForwardMode(op.name, _choice(viable[0]), policy.disabled)
     return differentiable(op, forward, backward, message)(request, operands)
 
 
-def _forward_kernel(op: Op, device: Device, found: Plan, options: SimulatorOptions) -> Kernel:
-    return _runner(op, device, found.forward, options) if found.forward is not None else _error(found)
+def _forward_kernel(op: Op, device: Device, found: Plan, policy: Policy) -> Kernel:
+    return _runner(op, device, found.forward, policy) if found.forward is not None else _error(found)
 
 
-def _backward_kernel(op: Op, device: Device, found: Plan, options: SimulatorOptions) -> Kernel:
+def _backward_kernel(op: Op, device: Device, found: Plan, policy: Policy) -> Kernel:
     if found.forward is None or found.backward_error is not None:
         return _error(found)
     if found.backward is not None:
-        return _runner(op.vjp, device, found.backward, options)
+        return _runner(op.vjp, device, found.backward, policy)
 
     def reference(request: Request, operands: Operands) -> Outputs:
         with jax.named_scope(f"opmux.{op.vjp.name}[{REFERENCE}]"):
@@ -118,7 +117,7 @@ def _error(found: Plan) -> OpmuxError:
     return error
 
 
-def _runner(op: Op, device: Device, choice: Choice, options: SimulatorOptions) -> Run:
+def _runner(op: Op, device: Device, choice: Choice, policy: Policy) -> Run:
     implementation = choice.implementation
 
     def compute(request: Request, operands: Operands) -> Outputs:
@@ -128,8 +127,8 @@ def _runner(op: Op, device: Device, choice: Choice, options: SimulatorOptions) -
         with jax.named_scope(f"opmux.{op.name}[{implementation.backend}]"):
             if choice.simulator:
                 simulate: Simulate = load_target(choice.simulator)
-                with entered(None):
-                    outputs = simulate(kernel, request, operands, choice.config_for(request), options)
+                with entered(policy.traced):
+                    outputs = simulate(kernel, request, operands, choice.config_for(request), policy.simulator)
             else:
                 with placement.traced_for(device):
                     outputs = kernel(request, operands, choice.config_for(request))

@@ -53,8 +53,11 @@ class Policy:
 
     def layers(self) -> list[tuple[str, Settings]]:
         """The sources in the order of precedence."""
-        scopes = [("scope", scope) for scope in self.scopes]
-        return [*scopes, ("environment", self.environment), ("configure", self.configured)]
+        return [
+            *(("scope", one) for one in self.scopes),
+            ("environment", self.environment),
+            ("configure", self.configured),
+        ]
 
     @cached_property
     def simulate(self) -> Simulate:
@@ -87,6 +90,12 @@ class Policy:
         """Backends to rank first: the lists of all sources, one after another."""
         return tuple(dict.fromkeys(name for _, found in self.layers() for name in found.prefer))
 
+    @cached_property
+    def traced(self) -> Policy:
+        """The policy that simulated kernels are traced under, one for all that differ in nothing they depend on."""
+        scopes = tuple(scope.traced for scope in self.scopes)
+        return _process.intern(scopes, self.environment, self.configured.traced, self.strict, self.epoch)
+
 
 class _Process:
     """The part of the policy that all threads share."""
@@ -104,9 +113,10 @@ class _Process:
         self.used = False
 
     def policy(self, scopes: tuple[Settings, ...]) -> Policy:
-        key = (scopes, self.environment, self.configured, self.strict, self.epoch)
-        found = self.interned.get(key)
-        return found if found is not None else self.interned.setdefault(key, Policy(*key))
+        return self.intern(scopes, self.environment, self.configured, self.strict, self.epoch)
+
+    def intern(self, *key: Any) -> Policy:
+        return self.interned.get(key) or self.interned.setdefault(key, Policy(*key))
 
     def publish(self) -> None:
         """Makes the settings of this process the ambient policy, and tells JAX's caches."""
@@ -115,8 +125,7 @@ class _Process:
             # that key must never come back.
             self.epoch += 1
         self.ambient = self.policy(())
-        if not self.used:
-            self.base = self.ambient
+        self.base = self.base if self.used else self.ambient
         _context.set_global(key(self.ambient))
 
 
@@ -150,7 +159,7 @@ def follow(scopes: tuple[Settings, ...]) -> Policy:
     return policy
 
 
-def key(policy: Policy | None) -> Policy | None:
+def key(policy: Policy) -> Policy | None:
     """The value of JAX's user context under a policy."""
     return None if policy is _process.base else policy
 
@@ -166,8 +175,8 @@ def active_key() -> Policy | None:
     return _context.value
 
 
-def entered(policy: Policy | None) -> Any:
-    """A context in which JAX's caches are keyed by a policy, or by none, for what depends on none."""
+def entered(policy: Policy) -> Any:
+    """A context in which JAX's caches are keyed by a policy."""
     _root.note()
     return _context(key(policy))
 
@@ -254,13 +263,9 @@ def configure(
         current()
         asked = settings("configure", backend, prefer, device, simulate, simulator, disable)
         given = {
-            "rules": backend,
-            "prefer": prefer,
-            "device": device,
-            "simulate": simulate,
-            "simulator": simulator,
+            "rules": backend, "prefer": prefer, "device": device, "simulate": simulate, "simulator": simulator,
             "disable": disable,
-        }
+        }  # fmt: skip
         changes: dict[str, Any] = {name: getattr(asked, name) for name, value in given.items() if value is not None}
         _process.configured = replace(_process.configured, **changes)
         _process.publish()

@@ -47,6 +47,11 @@ class Settings:
         ]
         return " ".join(filter(None, parts)) or "none"
 
+    @property
+    def traced(self) -> Settings:
+        """What of it matters when a simulated kernel is traced: whether copies are late or early is asked later."""
+        return self if self.simulator is None else replace(self, simulator=replace(self.simulator, dma="on_wait"))
+
     def text_for(self, op: str, platform: str) -> str:
         """What of it bears on an op on a platform; empty if nothing does."""
         rule = self.rules.lookup(op, platform)

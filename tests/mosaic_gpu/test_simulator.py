@@ -75,6 +75,18 @@ np.testing.assert_array_equal(run(None), 2 * x)
     assert out.strip().splitlines()[-1] in (("RACE",) if bug == "two writers" else ("RACE", "BARRIER"))
 
 
+def test_threads_share_one_program(child):
+    child(
+        PRELUDE
+        + """
+from opmux.core import compat
+run(None)
+found = compat._thread_program.cache_info()
+assert found.misses == 1 <= found.hits, found
+"""
+    )
+
+
 def test_inside_of_jit_it_is_the_text_of_an_error_of_jax(child):
     child(
         PRELUDE

@@ -10,6 +10,7 @@ import simulator
 from opmux import registry
 from opmux.core.errors import ForcedBackendError, NoViableImplementationError, SettingError, SimulatedBackendWarning
 from opmux.core.simulation import SimulatorOptions
+from opmux.registry import policy
 
 SIMULATED, NATIVE = 10.0, 1.0
 
@@ -56,6 +57,19 @@ def test_options_reach_the_simulator_and_re_key_what_is_compiled():
         assert simulator.seen == eager
     with pytest.raises(SettingError, match="simulator: got a dict; allowed: SimulatorOptions"):
         registry.use(simulator={"dma": "eager"})
+
+
+def test_kernels_are_traced_under_one_policy_whether_copies_are_late_or_early():
+    def traced(**given):
+        with registry.use(**given):
+            return policy.current().traced
+
+    late, early = (traced(simulator=SimulatorOptions(dma=dma, seed=3)) for dma in ("on_wait", "eager"))
+    assert late is early
+    assert late.simulator == SimulatorOptions(seed=3)
+    assert traced(simulator=SimulatorOptions(seed=4)) is not late
+    assert traced(simulator=SimulatorOptions(dma="eager", seed=3), prefer=["plain"]) is not late
+    assert policy.current().traced is policy.current()
 
 
 @pytest.mark.filterwarnings("ignore::opmux.core.errors.SimulatedBackendWarning")
