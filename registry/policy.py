@@ -53,11 +53,8 @@ class Policy:
 
     def layers(self) -> list[tuple[str, Settings]]:
         """The sources in the order of precedence."""
-        return [
-            *(("scope", one) for one in self.scopes),
-            ("environment", self.environment),
-            ("configure", self.configured),
-        ]
+        scopes = [("scope", scope) for scope in self.scopes]
+        return [*scopes, ("environment", self.environment), ("configure", self.configured)]
 
     @cached_property
     def simulate(self) -> Simulate:
@@ -94,7 +91,8 @@ class Policy:
     def traced(self) -> Policy:
         """The policy that simulated kernels are traced under, one for all that differ in nothing they depend on."""
         scopes = tuple(scope.traced for scope in self.scopes)
-        return _process.intern(scopes, self.environment, self.configured.traced, self.strict, self.epoch)
+        key = (scopes, self.environment, self.configured.traced, self.strict, self.epoch)
+        return _process.interned.setdefault(key, Policy(*key))
 
 
 class _Process:
@@ -113,9 +111,7 @@ class _Process:
         self.used = False
 
     def policy(self, scopes: tuple[Settings, ...]) -> Policy:
-        return self.intern(scopes, self.environment, self.configured, self.strict, self.epoch)
-
-    def intern(self, *key: Any) -> Policy:
+        key = (scopes, self.environment, self.configured, self.strict, self.epoch)
         return self.interned.get(key) or self.interned.setdefault(key, Policy(*key))
 
     def publish(self) -> None:
