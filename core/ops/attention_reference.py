@@ -145,7 +145,7 @@ def _pair(query: jax.Array, key: jax.Array, dtype: Any, grouped: bool = False) -
     return einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key).reshape(B, N, T, S)
 
 
-def _columns(weights: jax.Array, value: jax.Array) -> jax.Array:
+def _columns(weights: jax.Array, value: jax.Array, grouped: bool = False) -> jax.Array:
     """Sums of the values [B, S, K, Hv] by weights [B, N, T, S], [B, N, Hv, T]: as products come, not transposed yet.
 
     Rounded like any attention in 16 bits: the weights enter the product in the values' dtype.
@@ -154,17 +154,14 @@ def _columns(weights: jax.Array, value: jax.Array) -> jax.Array:
     K, Hv = value.shape[2:]
     weights = weights.astype(value.dtype)
     einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    if N == K:
+    if N == K and not grouped:
         return einsum("bnts,bsnv->bnvt", weights, value)
     return einsum("bkgts,bskv->bkgvt", weights.reshape(B, K, N // K, T, S), value).reshape(B, N, Hv, T)
 
 
 def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
     """The same, [B, T, N, Hv], for derivatives."""
-    B, N, T, S = weights.shape
-    K, Hv = value.shape[2:]
-    grouped = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
-    return jnp.einsum("bkgts,bskv->btkgv", grouped, value, precision=lax.Precision.HIGHEST).reshape(B, T, N, Hv)
+    return _columns(weights, value, grouped=True).transpose(0, 3, 1, 2)
 
 
 def _unless(condition: Any, array: jax.Array, other: float) -> jax.Array:
