@@ -46,7 +46,7 @@ def reference(request: Request, operands: Operands) -> Outputs:
         scores = jnp.where(seen, scores, -jnp.inf)
     precise = "bias" in operands and operands["bias"].dtype != value.dtype
     out, lse, _ = _attend(scores, value, seen, always_sees(request), precise)
-    return {"out": out, "lse": lse[..., 0].transpose(0, 2, 1)}
+    return {"out": out.transpose(0, 2, 1, 3), "lse": lse[..., 0].transpose(0, 2, 1)}
 
 
 def _seen(request: Request, operands: Operands) -> jax.Array | None:
@@ -79,7 +79,7 @@ def _(hidden: bool, primals: Any, tangents: Any) -> Any:
 def _attend(
     scores: jax.Array, value: jax.Array, seen: jax.Array | None, always: bool, precise: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, N, Hv], log-sum-exp [B, N, T, 1] and weights [B, N, T, S] of scores, -inf where not `seen`.
+    """Output [B, N, T, Hv], log-sum-exp [B, N, T, 1] and weights [B, N, T, S] of scores, -inf where not `seen`.
 
     `always`: no row is empty. `precise`: cotangents of scores go to a bias of a wider dtype than the values', so
     that the product which makes them must not be rounded to that.
@@ -100,7 +100,7 @@ def _attend(
         # NaN in a value has spread to all rows, so a look at the first is enough. A loop that runs once at most leaves
         # its carry in place, where `lax.cond` would copy it.
         _, out = lax.while_loop(lambda carry: carry[0], poisoned, (~_finite(out[..., :1]), out))
-    out = (out if early else out / total.swapaxes(2, 3)).transpose(0, 3, 1, 2)
+    out = (out if early else out / total.swapaxes(2, 3)).swapaxes(2, 3)
     weights = weights / total
     return out, lse, weights if seen is None else jnp.where(seen, weights, 0)  # all of a row is NaN if one score is
 
@@ -116,11 +116,11 @@ def _(always: bool, precise: bool, primals: Any, tangents: Any) -> Any:
         weighted = weights * tangent
         d_lse = weighted.sum(-1, keepdims=True)
         factor = value.astype(weighted.dtype) if precise else value
-        mixed = _mix(weighted, factor).astype(out.dtype)
-        return mixed - (d_lse.transpose(0, 2, 1, 3) * out).astype(out.dtype), d_lse, weights * (tangent - d_lse)
+        mixed = _columns(weighted, factor, grouped=True).swapaxes(2, 3).astype(out.dtype)
+        return mixed - (d_lse * out).astype(out.dtype), d_lse, weights * (tangent - d_lse)
 
     def of_value(tangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _mix(weights, tangent), jnp.zeros_like(lse), jnp.zeros_like(weights)
+        return _columns(weights, tangent, grouped=True).swapaxes(2, 3), jnp.zeros_like(lse), jnp.zeros_like(weights)
 
     return found, _sum((tangents[0], of_scores), (tangents[1], of_value))
 
@@ -157,11 +157,6 @@ def _columns(weights: jax.Array, value: jax.Array, grouped: bool = False) -> jax
     if N == K and not grouped:
         return einsum("bnts,bsnv->bnvt", weights, value)
     return einsum("bkgts,bskv->bkgvt", weights.reshape(B, K, N // K, T, S), value).reshape(B, N, Hv, T)
-
-
-def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """The same, [B, T, N, Hv], for derivatives."""
-    return _columns(weights, value, grouped=True).transpose(0, 3, 1, 2)
 
 
 def _unless(condition: Any, array: jax.Array, other: float) -> jax.Array:
