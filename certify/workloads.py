@@ -98,6 +98,7 @@ def _reduce(name: str, x: str, **params: Any) -> Workload:
 # hold, and pass through vector memory between the matrix units. The estimates count that, and are best with blocks
 # of that size.
 _SCORES_SPILL = {"tpu": 12_000}
+_EXACT_SCORES_SPILL = {"tpu": 24_000}  # products of float32 are made of six, whose sums pass through memory too
 _PRODUCTS_SPILL = {"tpu": 4_000}
 _STATES_SPILL = {"tpu": 128}
 
@@ -112,7 +113,8 @@ def _attention(
 ) -> Workload:  # fmt: skip
     shapes = {"query": query, "key": key, "value": value or key}
     args = {arg: f"{dtype}[{','.join(map(str, shape))}]" for arg, shape in shapes.items()}
-    return Workload(name=name, args={**args, **(arrays or {})}, params=params, allowed_spills=_SCORES_SPILL)
+    spills = _SCORES_SPILL if dtype == "bf16" else _EXACT_SCORES_SPILL
+    return Workload(name=name, args={**args, **(arrays or {})}, params=params, allowed_spills=spills)
 
 
 def _chunk(

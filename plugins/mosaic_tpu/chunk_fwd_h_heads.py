@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import LANES, SUBLANES, Sizes
@@ -38,8 +39,12 @@ def to_heads(tokens: Any, heads: Any) -> None:
     """
     if not _turns(heads.shape):
         tokens = tokens.at[0] if len(tokens.shape) == 4 else tokens
-        for head in range(heads.shape[0]):
-            heads[head] = tokens[:, head, :]
+
+        def turn(some: Any) -> None:
+            for head in range(heads.shape[0]):
+                heads[head, some, :] = tokens[some, head, :]
+
+        _for_slabs(heads.shape[1], turn)
     elif len(tokens.shape) == 4 and heads.shape[2] == LANES:
         heads[...] = jnp.transpose(tokens[...], (0, 2, 1, 3))[0]
     else:
@@ -54,12 +59,25 @@ def to_tokens(heads: Any, tokens: Any) -> None:
         for some in _slabs(heads.shape[1]):
             tokens[some] = jnp.swapaxes(heads[:, some, :], 0, 1)
     else:
-        for head in range(heads.shape[0]):
-            tokens[:, head, :] = heads[head]
+
+        def turn(some: Any) -> None:
+            for head in range(heads.shape[0]):
+                tokens[some, head, :] = heads[head, some, :]
+
+        _for_slabs(heads.shape[1], turn)
 
 
 def _slabs(tokens: int) -> list[slice]:
     return [slice(first, first + _SLAB) for first in range(0, tokens, _SLAB)]
+
+
+def _for_slabs(tokens: int, run: Callable[[Any], None]) -> None:
+    """Runs slabs one after another: the rows of all heads of a block are more than there are registers."""
+    slabs = tokens // _SLAB
+    if slabs:
+        lax.fori_loop(0, slabs, lambda n, _: run(pl.ds(pl.multiple_of(n * _SLAB, _SLAB), _SLAB)), None)
+    if tokens % _SLAB:
+        run(slice(slabs * _SLAB, tokens))
 
 
 def _turns(shape: tuple[int, ...]) -> bool:
