@@ -193,11 +193,11 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             _matmul("bf16 odd", "bf16[1000,200]", "bf16[200,1000]"),
         ),
         (
-            _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
             _matmul("s8 1024", "s8[1024,1024]", "s8[1024,1024]", preferred_element_type="int32"),
             *_variants(
-                _matmul("bf16 4096", "bf16[4096,4096]", "bf16[4096,4096]"),
-                _matmul("f16 4096", "f16[4096,4096]", "f16[4096,4096]"),
+                _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
+                _matmul("bf16 2048", "bf16[2048,2048]", "bf16[2048,2048]"),
+                _matmul("f16 2048", "f16[2048,2048]", "f16[2048,2048]"),
                 _matmul("f32 1024", "f32[1024,1024]", "f32[1024,1024]"),
                 _matmul("bf16 1 row", "bf16[1,4096]", "bf16[4096,4096]"),
                 _matmul("bf16 8 rows", "bf16[8,4096]", "bf16[4096,4096]"),
@@ -225,7 +225,7 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
                 _attention("bf16 d128 causal", "bf16", _HEADS, _HEADS, is_causal=True),
                 _attention("bf16 d64", "bf16", _NARROW, _NARROW),
                 _attention("f16 d64", "f16", _NARROW, _NARROW),
-                _attention("bf16 gqa causal", "bf16", (1, 4096, 16, 128), _HEADS, is_causal=True),
+                _attention("bf16 gqa causal", "bf16", (1, 2048, 8, 128), (1, 2048, 1, 128), is_causal=True),
                 _attention("bf16 window", "bf16", _HEADS, _HEADS, is_causal=True, local_window_size=512),
                 _attention("bf16 soft cap", "bf16", _HEADS, _HEADS, logits_soft_cap=30.0),
                 _attention("bf16 last block", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -50,14 +51,14 @@ def to_heads(tokens: Any, heads: Any) -> None:
     else:
         tokens = tokens.at[0] if len(tokens.shape) == 4 else tokens
         for some in _slabs(heads.shape[1]):
-            heads[:, some, :] = jnp.swapaxes(tokens[some], 0, 1)
+            heads[:, some, :] = _turned(tokens[some])
 
 
 def to_tokens(heads: Any, tokens: Any) -> None:
     """The other way, to tokens `[bt, bh, D]`."""
     if _turns(heads.shape):
         for some in _slabs(heads.shape[1]):
-            tokens[some] = jnp.swapaxes(heads[:, some, :], 0, 1)
+            tokens[some] = _turned(heads[:, some, :])
     else:
 
         def turn(some: Any) -> None:
@@ -65,6 +66,15 @@ def to_tokens(heads: Any, tokens: Any) -> None:
                 tokens[some, head, :] = heads[head, some, :]
 
         _for_slabs(heads.shape[1], turn)
+
+
+def _turned(array: jax.Array) -> jax.Array:
+    """The first two axes swapped. Mosaic turns whole registers, so lanes that are missing are filled up first."""
+    channels = array.shape[2]
+    if channels % LANES == 0:
+        return jnp.swapaxes(array, 0, 1)
+    fill = jnp.zeros((*array.shape[:2], -channels % LANES), array.dtype)
+    return jnp.swapaxes(jnp.concatenate([array, fill], axis=2), 0, 1)[..., :channels]
 
 
 def _slabs(tokens: int) -> list[slice]:
@@ -81,9 +91,9 @@ def _for_slabs(tokens: int, run: Callable[[Any], None]) -> None:
 
 
 def _turns(shape: tuple[int, ...]) -> bool:
-    """Whether all tiles of `[bh, bt, D]` are full, so that Mosaic turns them."""
-    heads, tokens, channels = shape
-    return heads > 1 and heads & (heads - 1) == 0 and tokens % _SLAB == 0 and channels % LANES == 0
+    """Whether the tiles of `[bh, bt, D]` are full but for lanes, so that Mosaic turns them."""
+    heads, tokens, _ = shape
+    return heads > 1 and heads & (heads - 1) == 0 and tokens % _SLAB == 0
 
 
 def for_heads(heads: int, at_once: int, run: Callable[[Any], None]) -> None:

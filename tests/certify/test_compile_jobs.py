@@ -137,7 +137,7 @@ def test_variants_are_compiled_for_the_main_target_of_a_platform_or_for_those_th
         job.workload.name: {each.target for each in every if each.workload.name == job.workload.name} for job in every
     }
     assert on["bf16 1024"] == {"tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"}
-    assert on["bf16 4096"] == {"tpu-v6e"}
+    assert on["bf16 2048"] == {"tpu-v6e"}
     assert {job.workload.estimate for job in every if job.target != "tpu-v6e"} == {False}
-    assert {job.target for job in named if job.workload.name == "bf16 4096"} == {"tpu-v4", "tpu-v6e"}
+    assert {job.target for job in named if job.workload.name == "bf16 2048"} == {"tpu-v4", "tpu-v6e"}
     assert all(job.workload.estimate for job in named)
