@@ -141,6 +141,7 @@ def _variants(*found: Workload) -> tuple[Workload, ...]:
 
 
 _HEADS = (1, 4096, 2, 128)
+_SHORT = (1, 2048, 2, 128)
 _NARROW = (1, 4096, 2, 64)
 _KINDS = ("mean", "max", "min", "prod")
 _PACKED = (0, 640, 640, 1000, 2048)
@@ -195,8 +196,8 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
         (
             _matmul("s8 1024", "s8[1024,1024]", "s8[1024,1024]", preferred_element_type="int32"),
             *_variants(
-                _matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest"),
-                _matmul("bf16 2048", "bf16[2048,2048]", "bf16[2048,2048]"),
+                unestimated(_matmul("f32 1024 highest", "f32[1024,1024]", "f32[1024,1024]", precision="highest")),
+                unestimated(_matmul("bf16 2048", "bf16[2048,2048]", "bf16[2048,2048]")),
                 _matmul("f16 2048", "f16[2048,2048]", "f16[2048,2048]"),
                 _matmul("f32 1024", "f32[1024,1024]", "f32[1024,1024]"),
                 _matmul("bf16 1 row", "bf16[1,4096]", "bf16[4096,4096]"),
@@ -219,24 +220,24 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
             ),
         ),
         (
-            _attention("f32 d128 causal", "f32", _HEADS, _HEADS, is_causal=True),
+            _attention("f32 d128 causal", "f32", _SHORT, _SHORT, is_causal=True),
             _attention("bf16 d256", "bf16", (1, 1024, 2, 256), (1, 1024, 2, 256), is_causal=True),
             *_variants(
                 _attention("bf16 d128 causal", "bf16", _HEADS, _HEADS, is_causal=True),
                 _attention("bf16 d64", "bf16", _NARROW, _NARROW),
-                _attention("f16 d64", "f16", _NARROW, _NARROW),
+                _attention("f16 d64", "f16", (1, 1024, 2, 64), (1, 1024, 2, 64)),
                 _attention("bf16 gqa causal", "bf16", (1, 2048, 8, 128), (1, 2048, 1, 128), is_causal=True),
                 _attention("bf16 window", "bf16", _HEADS, _HEADS, is_causal=True, local_window_size=512),
-                _attention("bf16 soft cap", "bf16", _HEADS, _HEADS, logits_soft_cap=30.0),
+                _attention("bf16 soft cap", "bf16", _SHORT, _SHORT, logits_soft_cap=30.0),
                 _attention("bf16 last block", "bf16", (4, 1000, 4, 64), (4, 1000, 4, 64)),
-                _attention("bf16 bias", "bf16", _NARROW, _NARROW, arrays={"bias": "bf16[1,2,4096,4096]"}),
-                _attention("bf16 mask", "bf16", _NARROW, _NARROW, arrays={"mask": "bool[1,1,4096,4096]"}),
+                _attention("bf16 bias", "bf16", _SHORT, _SHORT, arrays={"bias": "bf16[1,2,2048,2048]"}),
+                _attention("bf16 mask", "bf16", _SHORT, _SHORT, arrays={"mask": "bool[1,1,2048,2048]"}),
                 _attention(
-                    "bf16 segments", "bf16", _NARROW, _NARROW,
-                    arrays={"q_segment_ids": "s32[1,4096]", "kv_segment_ids": "s32[1,4096]"},
+                    "bf16 segments", "bf16", _SHORT, _SHORT,
+                    arrays={"q_segment_ids": "s32[1,2048]", "kv_segment_ids": "s32[1,2048]"},
                 ),
                 _attention("bf16 odd", "bf16", (2, 333, 4, 96), (2, 1001, 2, 96), is_causal=True),
-                _attention("bf16 values", "bf16", _HEADS, _HEADS, _NARROW),
+                _attention("bf16 values", "bf16", _SHORT, _SHORT, (1, 2048, 2, 64)),
             ),
         ),
     ),
@@ -253,7 +254,7 @@ _WORKLOADS: dict[str, tuple[tuple[Workload, ...], tuple[Workload, ...]]] = {
                 _chunk("bf16 g gk gv", "bf16", 4096, gates="g gk gv"),
                 _chunk("bf16 no gates", "bf16", 4096, gates=""),
                 _chunk("bf16 odd", "bf16", 1000, gates="g gk"),
-                _chunk("bf16 k64", "bf16", 4096, k=64, v=64),
+                _chunk("bf16 k64", "bf16", 2048, k=64, v=64),
                 _chunk("bf16 k256", "bf16", 2048, k=256, v=128),
             ),
         ),

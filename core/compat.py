@@ -148,8 +148,7 @@ def _thread_program(jaxpr: Any, tree: Any, specs: tuple[jax.ShapeDtypeStruct, ..
 def simulation_client() -> contextlib.AbstractContextManager[Any]:
     """A scope in which programs are traced for, and run on, a CPU client of their own.
 
-    A host callback that ran a program on JAX's own CPU client could wait for ever: for a thread of a pool that is
-    full of programs in callbacks, or for the end of the very program that called it.
+    A host callback that ran a program on JAX's own CPU client could wait for ever: for a full pool, or for its caller.
     """
     return jax.default_device(_simulation_client().devices()[0])
 
@@ -158,12 +157,12 @@ def simulation_client() -> contextlib.AbstractContextManager[Any]:
 def simulation_threads() -> Generator[None]:
     """A scope in which the threads that simulators start run on that client as well, one program for all of them.
 
-    What a simulated TPU calls the host with stays in NumPy. For one thread at a time, as the simulators themselves are.
+    What they call the host with stays in NumPy. For one thread at a time, as the simulators themselves are.
     """
     from unittest import mock
 
     from jax._src import callback as callbacks
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
+    from jax._src.pallas.mosaic.interpret import thread_map
 
     call_host = callbacks.io_callback_impl
 
@@ -175,12 +174,13 @@ def simulation_threads() -> Generator[None]:
             program(consts, *args)
             jax.effects_barrier()  # the program may have gone on in the pool; the simulator counts on its end
 
-    def call(*args: Any, callback: Any, **params: Any) -> Any:
-        function = getattr(callback.callback_func, "func", callback.callback_func)
-        if getattr(function, "__module__", "") != interpret_pallas_call.__name__:
-            return call_host(*args, callback=callback, **params)
+    def call(*args: Any, callback: Any, result_avals: Any, **params: Any) -> Any:
+        module = getattr(getattr(callback.callback_func, "func", callback.callback_func), "__module__", "")
+        if not re.search(r"pallas\.mosaic.*\.(interpret_pallas_call|gpu_callbacks)$", module):
+            return call_host(*args, callback=callback, result_avals=result_avals, **params)
         # To put every argument on a device and take it off again is most of what a callback costs.
-        return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+        found = callback(*(x.item() if x.ndim == 0 and x.dtype.kind == "i" else x for x in map(np.array, args)))
+        return [np.asarray(x, aval.dtype) for x, aval in zip(found, result_avals, strict=True)]
 
     with mock.patch.object(thread_map, "_run_jaxpr", run), mock.patch.object(callbacks, "io_callback_impl", call):
         yield
