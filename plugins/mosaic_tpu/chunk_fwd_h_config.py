@@ -12,7 +12,6 @@ from opmux.core.implementation import Rejection
 from opmux.core.request import Request
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_blocks import LANES, SUBLANES, Sizes, vmem_bytes
 from opmux.plugins.mosaic_tpu.chunk_fwd_h_table import layout
-from opmux.plugins.mosaic_tpu.dense_config import usable_vmem
 
 _KIB, _MIB = 2**10, 2**20
 _TAKEN = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
@@ -70,14 +69,14 @@ def default_config(request: Request, device: Device) -> ChunkFwdHConfig:
         block_tokens=tokens,
         block_values=values,
         num_interleaved=interleaved,
-        vmem_limit_bytes=usable_vmem(device),
+        vmem_limit_bytes=_capacity(device),
     )
 
 
 def default_vjp_config(request: Request, device: Device) -> ChunkFwdHVjpConfig:
     """Chunks as long as in the forward, where they fit."""
     tokens, _ = _blocks(request, device, backward=True)
-    return ChunkFwdHVjpConfig(block_tokens=tokens, vmem_limit_bytes=usable_vmem(device))
+    return ChunkFwdHVjpConfig(block_tokens=tokens, vmem_limit_bytes=_capacity(device))
 
 
 def _reasons(request: Request, device: Device, *, backward: bool) -> list[Rejection]:
@@ -90,7 +89,7 @@ def _reasons(request: Request, device: Device, *, backward: bool) -> list[Reject
     reasons: list[Rejection] = []
     tokens, values = _blocks(request, device, backward=backward)
     sizes = Sizes.of(request, tokens, SUBLANES, values)
-    need, capacity = vmem_bytes(request, sizes, backward=backward) + _TEMPORARIES, usable_vmem(device)
+    need, capacity = vmem_bytes(request, sizes, backward=backward) + _TEMPORARIES, _capacity(device)
     if need > capacity:
         detail = f"a step of {sizes.bt} tokens and {sizes.bh} heads needs {need / _MIB:.1f} MiB of vector memory, "
         detail += f"and there are {capacity / _MIB:.0f}"
@@ -109,8 +108,13 @@ def _blocks(request: Request, device: Device, *, backward: bool) -> tuple[int, i
     V = request["v"].shape[-1]
     whole = max(LANES, -(-V // LANES) * LANES)
     choices = [(64, whole), (32, whole), (16, whole)] if backward else [(64, whole), (64, LANES), (16, LANES)]
-    room = usable_vmem(device) - _TEMPORARIES
+    room = _capacity(device) - _TEMPORARIES
     for tokens, values in choices:
         if vmem_bytes(request, Sizes.of(request, tokens, SUBLANES, values), backward=backward) <= room:
             return tokens, values
     return choices[-1]
+
+
+def _capacity(device: Device) -> int:
+    """Vector memory that a kernel may have; a device that is not declared gets what every generation has."""
+    return device.vmem_bytes or 16 * _MIB
