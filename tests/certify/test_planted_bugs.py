@@ -40,7 +40,7 @@ GPU_BUGS = {
     ("add", ""): (MISSED,),
     ("reduce", ""): (MISSED,),
     ("matmul", ""): (MISSED,),
-    ("add", "missing wait for a copy"): ("race",) if CLIPS else ("barrier",),
+    ("add", "missing wait for a copy"): ("race", "barrier") if CLIPS else ("barrier",),
     ("add", "slot reused too early"): ("race",) if CLIPS else ("race", "hang"),
     ("add", "missing commit before a store"): ("race",) if CLIPS else (MISSED,),
     ("add", "missing wait before a slot is stored again"): ("race",) if CLIPS else (MISSED,),
