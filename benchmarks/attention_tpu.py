@@ -155,8 +155,13 @@ def main() -> None:
             for row in dict.fromkeys(row for row, _ in named):
                 ours = cycles(next(found for key, found in results.items() if key[:2] == (row, "mosaic_tpu")))
                 theirs = [cycles(results[row, "jax_flash", blocks]) for blocks in JAX_BLOCKS]
-                each = "  ".join(f"{q}x{kv} {n:,.0f}" for (q, kv), n in zip(JAX_BLOCKS, theirs, strict=True))
-                print(f"  {row:16} {ours:>9,.0f}  of JAX's best {ours / min(theirs):5.3f}   JAX: {each}", flush=True)
+                each = "  ".join(f"{q}x{kv} {_said(n)}" for (q, kv), n in zip(JAX_BLOCKS, theirs, strict=True))
+                ratio = f"{ours / min(theirs):5.3f}" if max(ours, min(theirs)) < math.inf else "unknown"
+                print(f"  {row:16} {_said(ours):>11}  of JAX's best {ratio}   JAX: {each}", flush=True)
+
+
+def _said(cycles: float) -> str:
+    return f"{cycles:,.0f}" if cycles < math.inf else "no estimate"
 
 
 if __name__ == "__main__":
