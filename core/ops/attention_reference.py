@@ -148,7 +148,8 @@ def _pair(query: jax.Array, key: jax.Array, dtype: Any, grouped: bool = False) -
 def _columns(weights: jax.Array, value: jax.Array, grouped: bool = False) -> jax.Array:
     """Sums of the values [B, S, K, Hv] by weights [B, N, T, S], [B, N, Hv, T]: as products come, not transposed yet.
 
-    Rounded like any attention in 16 bits: the weights enter the product in the values' dtype.
+    Rounded like any attention in 16 bits: the weights enter the product in the values' dtype. `grouped`: written as
+    with several heads a key head, which for derivatives is faster for one too.
     """
     B, N, T, S = weights.shape
     K, Hv = value.shape[2:]

@@ -138,16 +138,6 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def usable_vmem(device: Device) -> int:
-    """Bytes of vector memory that one kernel may have, where it wants much.
-
-    All of 16 MiB, three quarters of more: XLA keeps what is small, and what it fetches early, in the rest. A device
-    that is not declared, as in a simulation, gets what every generation has.
-    """
-    whole = device.vmem_bytes or 16 * _MIB
-    return whole if whole <= 16 * _MIB else whole * 3 // 4
-
-
 def default_add_config(request: Request, device: Device) -> AddConfig:
     """Long rows first: of the 2 MiB or 4 MiB that one block may have, as much as the last axis can use."""
     out = outputs(request)["out"]
