@@ -12,13 +12,14 @@ estimates of the compiler, and have been compared with no device.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from opmux.certify import CompileResult, Workload
+from estimates import ANY_SPILLS, cycles, ratio, said
+
+from opmux.certify import Workload
 from opmux.certify.compiling import compile_jobs
 from opmux.certify.job import CompileJob
 from opmux.core.config import Config
@@ -115,7 +116,7 @@ def jobs(which: str, target: str, shapes: list[str]) -> Iterator[tuple[str, Comp
             row = f"{name} {'causal' if causal else 'full'}"
             args: dict[str, Any] = {"query": _text(query), "key": _text(key), "value": _text(key)}
             # Both spill: the scores of a block are more than registers hold.
-            workload = Workload(name=row, args=args, params={"is_causal": causal}, allowed_spills={"tpu": 2**20})
+            workload = Workload(name=row, args=args, params={"is_causal": causal}, allowed_spills=ANY_SPILLS)
             yield row, CompileJob(backend="mosaic_tpu", op=op, workload=workload, target=target)
             for q, kv in JAX_BLOCKS:
                 yield row, CompileJob(
@@ -126,12 +127,6 @@ def jobs(which: str, target: str, shapes: list[str]) -> Iterator[tuple[str, Comp
 
 def _text(shape: tuple[int, ...]) -> str:
     return f"bf16[{','.join(map(str, shape))}]"
-
-
-def cycles(result: CompileResult) -> float:
-    """Estimated cycles of all kernels of a result; infinite if it has none."""
-    found = [kernel.figures.get("estimated_cycles", math.inf) for kernel in result.kernels]
-    return sum(found) if found else math.inf
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -155,13 +150,10 @@ def main() -> None:
             for row in dict.fromkeys(row for row, _ in named):
                 ours = cycles(next(found for key, found in results.items() if key[:2] == (row, "mosaic_tpu")))
                 theirs = [cycles(results[row, "jax_flash", blocks]) for blocks in JAX_BLOCKS]
-                each = "  ".join(f"{q}x{kv} {_said(n)}" for (q, kv), n in zip(JAX_BLOCKS, theirs, strict=True))
-                ratio = f"{ours / min(theirs):5.3f}" if max(ours, min(theirs)) < math.inf else "unknown"
-                print(f"  {row:16} {_said(ours):>11}  of JAX's best {ratio}   JAX: {each}", flush=True)
-
-
-def _said(cycles: float) -> str:
-    return f"{cycles:,.0f}" if cycles < math.inf else "no estimate"
+                each = "  ".join(f"{q}x{kv} {said(n)}" for (q, kv), n in zip(JAX_BLOCKS, theirs, strict=True))
+                print(
+                    f"  {row:16} {said(ours):>11}  of JAX's best {ratio(ours, min(theirs))}   JAX: {each}", flush=True
+                )
 
 
 if __name__ == "__main__":

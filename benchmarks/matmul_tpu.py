@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+from estimates import ANY_SPILLS, cycles, ratio, said
+
 from opmux.certify import CompileResult, Workload
 from opmux.certify.compiling import compile_jobs
 from opmux.certify.job import CompileJob
@@ -50,9 +52,9 @@ JAX_BLOCKS = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 102
 class JaxConfig(Config):
     """Blocks of JAX's kernel."""
 
-    block_m: int
-    block_n: int
-    block_k: int
+    block_m: int = 1024
+    block_n: int = 1024
+    block_k: int = 1024
 
 
 @hookimpl
@@ -85,7 +87,7 @@ def jobs(group: str, target: str) -> Iterator[tuple[str, CompileJob]]:
     """What is compiled, with the row that it belongs to."""
     backward = group == "backward"
     for name, a, b in GROUPS["square" if backward else group]:
-        workload = Workload(name=name, args={"a": a, "b": b})
+        workload = Workload(name=name, args={"a": a, "b": b}, allowed_spills=ANY_SPILLS)
         op = "matmul_vjp" if backward else "matmul"
         yield name, CompileJob(backend="mosaic_tpu", op=op, workload=workload, target=target)
         if group == "square":
@@ -106,21 +108,15 @@ def table(target: str, group: str, found: Sequence[tuple[str, CompileResult]]) -
         text = f"  {name:14} {_said(ours):>24}  bound {_bound(ours):>9}  blocks {_blocks(ours)}"
         best = min(theirs, key=cycles, default=None)
         if best is not None:
-            text += f"  jax {cycles(best):,.0f} ({_blocks(best)})  ratio {cycles(ours) / cycles(best):.3f}"
+            text += f"  jax {said(cycles(best))} ({_blocks(best)})  ratio {ratio(cycles(ours), cycles(best))}"
         lines.append(text)
     return "\n".join(lines)
-
-
-def cycles(result: CompileResult) -> float:
-    """Estimated cycles of all kernels of a result; infinite if it has none."""
-    found = [kernel.figures.get("estimated_cycles", math.inf) for kernel in result.kernels]
-    return sum(found) if found else math.inf
 
 
 def _said(result: CompileResult) -> str:
     if result.status != "ok":
         return f"{result.status}: {result.words.splitlines()[0][:60] if result.words else ''}"
-    return f"{cycles(result):,.0f} cycles" if cycles(result) < math.inf else "no estimate"
+    return f"{said(cycles(result))} cycles" if cycles(result) < math.inf else said(math.inf)
 
 
 def _bound(result: CompileResult) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,16 @@ def pallas_calls(jaxpr: Any) -> Iterator[PallasCall]:
             inner = equation.params["jaxpr"]
             scalars = [_in_smem(variable) for variable in inner.invars]
             steps = math.prod(grid) if static else None
-            yield PallasCall(str(equation.params["name"]), equation, steps, _branches_on(inner, scalars))
+            yield PallasCall(_name(equation), equation, steps, _branches_on(inner, scalars))
         else:
             for inner in inner_jaxprs(equation):
                 yield from pallas_calls(inner)
+
+
+def _name(equation: Any) -> str:
+    # XLA calls a kernel that has no name after the scope around it, in letters that it takes.
+    scope = str(equation.source_info.name_stack).split("/")[-1]
+    return str(equation.params["name"] or re.sub(r"[^\w.-]", "_", scope) or "pallas_call")
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:

@@ -124,6 +124,22 @@ def test_kernels_are_found_in_a_program_and_data_that_branches_depend_on(toys):
     ]
 
 
+def test_a_kernel_without_a_name_is_called_after_its_scope_as_the_compiler_calls_it():
+    from jax.experimental import pallas as pl
+
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    def run(x):
+        for block in (128, 256):
+            with jax.named_scope(f"copy_block={block}"):
+                x = pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return x
+
+    found = pallas_calls(jax.jit(run).trace(jax.ShapeDtypeStruct((8, 256), jnp.float32)).jaxpr)
+    assert [call.name for call in found] == ["copy_block_128", "copy_block_256"]
+
+
 def job(op="add", workload=None, target="tpu-v6e", **fields):
     workload = workload or Workload(name="w", args={"x": "f32[8,128]", "y": "f32[8,128]"})
     return CompileJob(backend="toy", op=op, workload=workload, target=target, **fields)
