@@ -121,6 +121,7 @@ _SPILLS = {
     "spills": "vector stores to spill slots", "fills": "vector loads from spill slots",
     "spill_store_bytes": "bytes stored a thread", "spill_load_bytes": "bytes loaded a thread",
     "LDL": "loads from local memory", "STL": "stores to local memory",
+    "fixed_spill_bytes": "bytes stored and loaded a thread where setmaxnreg is ignored",
 }  # fmt: skip
 
 

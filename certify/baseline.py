@@ -24,8 +24,8 @@ PROGRAM = "program"
 """Stands in place of a kernel's name for figures of the whole program."""
 
 TOLERANCES: tuple[tuple[str, float], ...] = (
-    (r"spills|fills|spill_\w+|local_bytes|stack_bytes|LDL|STL|narrow_global", 0.0),
-    (r"registers|threads|barriers|smem_\w+|vmem_bytes|hbm_bytes", 0.0),
+    (r"spills|fills|(fixed_)?spill_\w+|local_bytes|stack_bytes|LDL|STL|narrow_global", 0.0),
+    (r"(fixed_)?registers|threads|barriers|smem_\w+|vmem_bytes|hbm_bytes", 0.0),
     (r"estimate|estimated_cycles|bundle_cycles", 0.02),
     (r"bundles(@\d+)?", 0.02),
     (r"\w+(@\d+)?", 0.05),

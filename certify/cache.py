@@ -20,7 +20,7 @@ _DISTRIBUTIONS = (
     "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12",
     "nvidia-cuda-nvdisasm", "nvidia-cuda-nvdisasm-cu12",
 )  # fmt: skip
-_LAYOUT = 1
+_LAYOUT = 2
 """Counts changes of what is measured: entries of another layout are not read."""
 
 

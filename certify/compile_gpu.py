@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -120,11 +121,29 @@ def _read(ptx: Path, keep: Path | None) -> KernelMeasures:
     return KernelMeasures(
         kernel=re.sub(r"_\d+$", "", ptx.stem),
         figures=measure_gpu.figures(
-            read.get("ptxas", ""), read.get("ptx", ""), read.get("sass", ""), passes, read.get("resources", "")
+            read.get("ptxas", ""),
+            read.get("ptx", ""),
+            read.get("sass", ""),
+            passes,
+            read.get("resources", ""),
+            _assembled(measure_gpu.with_fixed_registers(read.get("ptx", ""))),
         ),
         warnings=measure_gpu.warnings(read.get("ptxas", "")),
         files=files,
     )
+
+
+def _assembled(ptx: str) -> str:
+    """What ptxas reports of a text, if there is one."""
+    if not ptx:
+        return ""
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    command = ["ptxas", "--verbose", f"--gpu-name={target[1]}", "--output-file=/dev/null", "-"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas, without setmaxnreg: {done.stderr or done.stdout}")
+    return done.stderr + done.stdout
 
 
 _SUFFIXES = {"ptx": ".ptx", "ptxas": ".ptxas", "sass": ".sass_ctrl", "resources": ".resources.txt"}

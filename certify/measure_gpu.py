@@ -44,7 +44,9 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 _WARNING = re.compile(r"^.*(?:\(C\d{4}\)|ptxas warning).*$", re.MULTILINE)
 
 
-def figures(ptxas: str, ptx: str, sass: str = "", passes: str = "", resources: str = "") -> dict[str, float]:
+def figures(
+    ptxas: str, ptx: str, sass: str = "", passes: str = "", resources: str = "", fixed: str = ""
+) -> dict[str, float]:
     """Figures of one kernel.
 
     Args:
@@ -53,20 +55,35 @@ def figures(ptxas: str, ptx: str, sass: str = "", passes: str = "", resources: s
       sass: the disassembled machine code; empty if there was no nvdisasm.
       passes: the first of the MLIR passes' texts, which shows the launch.
       resources: JAX's own account of shared memory, where this version writes one.
+      fixed: what ptxas reports of `with_fixed_registers`; empty if that was not compiled.
 
     Returns:
       `registers` a thread, `barriers`, `stack_bytes`, `spill_store_bytes`, `spill_load_bytes`, `local_bytes`,
       `smem_static_bytes`, `smem_dynamic_bytes`, `threads` a block; counts in the PTX: `wgmma`, `tma_loads`,
       `tma_stores`, `mbarrier_waits`, `mbarrier_arrivals`, `stmatrix`, `setmaxnreg`, `tcgen05_mma`; counts in the
       machine code by opcode (`HGMMA`, `UTMALDG`, `UTMASTG`, `UBLKCP` for TMA without a tensor, `LDL`, `STL`, ...),
-      `instructions` without padding, and `narrow_global`: accesses to global memory of less than 16 bytes a thread.
+      `instructions` without padding, and `narrow_global`: accesses to global memory of less than 16 bytes a thread;
+      and where warpgroups trade registers, `fixed_registers` and `fixed_spill_bytes` of the code where they cannot.
     """
     found = {name: _first(pattern, ptxas) for name, pattern in _REPORT.items()}
     found["local_bytes"] = max(found["local_bytes"], found["stack_bytes"])
     found |= {name: float(len(re.findall(pattern, ptx))) for name, pattern in _PTX.items()}
     found["threads"] = _first(r"\.maxntid (\d+)", ptx)
     found["smem_dynamic_bytes"] = _dynamic_smem(passes) or _first(r"smem_scratch_bytes=(\d+)", resources)
+    if fixed:
+        found["fixed_registers"] = _first(_REPORT["registers"], fixed)
+        found["fixed_spill_bytes"] = sum(_first(_REPORT[f"spill_{kind}_bytes"], fixed) for kind in ("store", "load"))
     return found | _machine_code(sass)
+
+
+def with_fixed_registers(ptx: str) -> str:
+    """The PTX as if ptxas ignored `setmaxnreg`; empty where there is none.
+
+    It does so where it has to link what it compiles, as JAX has it do where libnvJitLink is loaded (C7504): each
+    thread of a block then has an equal share of the registers, and a kernel that needs more spills.
+    """
+    fixed = re.sub(r"^\s*setmaxnreg\.[^\n]*\n", "", ptx, flags=re.MULTILINE)
+    return fixed if fixed != ptx else ""
 
 
 def warnings(ptxas: str) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from opmux.certify.results import CompileResult, KernelMeasures, Report
 from opmux.core.devices import Device
 
 _LIMITS = {
-    "registers": "registers_per_thread", "smem_dynamic_bytes": "smem_per_block", "vmem_bytes": "vmem_bytes",
-    "smem_bytes": "smem_bytes",
+    "registers": "registers_per_thread", "fixed_registers": "registers_per_thread",
+    "smem_dynamic_bytes": "smem_per_block", "vmem_bytes": "vmem_bytes", "smem_bytes": "smem_bytes",
 }  # fmt: skip
 """Figures that a device has a limit for: the field of `Device`."""
 
-_SHOWN_AT_ZERO = ("spills", "fills", "spill_store_bytes", "spill_load_bytes", "LDL", "STL")
+_SHOWN_AT_ZERO = ("spills", "fills", "spill_store_bytes", "spill_load_bytes", "fixed_spill_bytes", "LDL", "STL")
 
 
 def section(found: Sequence[CompileResult], report: Report, baseline: Baseline, folder: Path) -> Iterator[str]:

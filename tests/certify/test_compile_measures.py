@@ -92,6 +92,21 @@ def test_gpu_figures_without_a_disassembler_or_passes(sample):
     assert "HGMMA" not in found
 
 
+def test_gpu_code_with_fixed_registers(sample):
+    ptx = sample("hopper.ptx")
+    fixed = measure_gpu.with_fixed_registers(ptx)
+    assert set(ptx.splitlines()) - set(fixed.splitlines()) == {
+        "\tsetmaxnreg.dec.sync.aligned.u32 40;",
+        "\tsetmaxnreg.inc.sync.aligned.u32 232;",
+    }
+    assert len(ptx.splitlines()) - len(fixed.splitlines()) == 2
+    assert measure_gpu.with_fixed_registers(fixed) == ""
+    report = "8 bytes stack frame, 12 bytes spill stores, 30 bytes spill loads\nptxas info : Used 168 registers\n"
+    found = measure_gpu.figures(sample("hopper.ptxas"), ptx, fixed=report)
+    assert (found["fixed_registers"], found["fixed_spill_bytes"], found["spill_store_bytes"]) == (168, 42, 0)
+    assert "fixed_registers" not in measure_gpu.figures(sample("hopper.ptxas"), fixed)
+
+
 def test_gpu_spills_and_warnings():
     report = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"

@@ -53,6 +53,7 @@ def on_tpu(toys, tmp_path_factory):
 def on_gpu(toys):
     jobs = [job(target, workload=NARROW) for target in GPUS]
     jobs += [job("h200", "tma", NARROW), job("h200", "smem", WIDE), job("h200", "wgmma"), job("b200", "wgmma")]
+    jobs += [job("h200", "trade", NARROW)]
     return compiled(jobs)
 
 
@@ -182,6 +183,20 @@ def test_tma_and_wgmma_are_counted(on_gpu):
     assert (figures["wgmma"], figures["tma_loads"], figures["tma_stores"]) == (8, 12, 4)
     assert (figures["HGMMA"], figures["UTMALDG"], figures["UTMASTG"]) == (8, 12, 4)
     assert figures["threads"] == 384
+
+
+@pytest.mark.slow
+@needs_gpu
+def test_a_kernel_that_spills_where_registers_cannot_be_traded_fails(on_gpu):
+    trade = on_gpu["h200", "narrow", "trade"]
+    figures = trade.kernels[0].figures
+    assert (figures["setmaxnreg"], figures["spill_store_bytes"], figures["spill_load_bytes"]) == (2, 0, 0)
+    assert (figures["fixed_registers"], figures["fixed_spill_bytes"] > 0) == (168, True)
+    assert trade.status == "failed"
+    assert f"{figures['fixed_spill_bytes']:.0f} bytes stored and loaded a thread where setmaxnreg" in trade.words
+    wgmma = on_gpu["h200", "f32", "wgmma"].kernels[0].figures
+    assert (wgmma["fixed_registers"] <= 168, wgmma["fixed_spill_bytes"]) == (True, 0)
+    assert "fixed_registers" not in on_gpu["h200", "narrow", "tma"].kernels[0].figures
 
 
 @pytest.mark.slow

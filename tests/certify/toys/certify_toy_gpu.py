@@ -1,4 +1,4 @@
-"""Kernels for GPUs: straight from global memory, by TMA, and with more shared memory than there is."""
+"""Kernels for GPUs: without and by TMA, with more shared memory than there is, by `wgmma`, and trading registers."""
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,28 @@ def by_tma(x_ref, y_ref, out_ref, x_s, y_s, out_s, full):
     plgpu.wait_smem_to_gmem(0)
 
 
-def kernel(body, name, rows, scratch):
+def trading(x_ref, y_ref, out_ref, *_):
+    """Two warpgroups of three work, on 144 numbers a thread: with what else it takes, more than a third of the registers."""
+    warpgroup, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+    @pl.when(warpgroup < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        tile = (pl.ds(block * 2 * ROWS + warpgroup * ROWS, ROWS), pl.ds(0, 144))
+        step = lambda _, xy: (xy[0] * 0.5 + xy[1], xy[1] * 0.5 + 1)  # noqa: E731
+        x, y = jax.lax.fori_loop(0, 100, step, (x_ref[tile], y_ref[tile]))
+        out_ref[tile] = x + y
+
+
+def kernel(body, name, rows, scratch, **threads):
     def run(x, y):
         return plgpu.kernel(
             body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch_types=scratch(x), grid=(x.shape[0] // rows,),
-            grid_names=("block",), compiler_params=WARPGROUP, kernel_name=name,
+            grid_names=("block",), compiler_params=WARPGROUP, kernel_name=name, **threads,
         )(x, y)  # fmt: skip
 
     return run
@@ -51,5 +68,6 @@ KERNELS = {
     "plain": kernel(direct, "toy_direct", 8, lambda x: []),
     "tma": kernel(by_tma, "toy_tma", ROWS, tiles),
     "smem": kernel(by_tma, "toy_smem", ROWS, tiles),
+    "trade": kernel(trading, "toy_trade", 2 * ROWS, lambda x: [], num_threads=3, thread_name="wg"),
     "wgmma": wgmma,
 }

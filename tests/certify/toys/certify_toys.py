@@ -8,7 +8,7 @@ from opmux.registry import hookimpl
 
 
 class ToyConfig(Config):
-    what: Literal["plain", "two", "vmem", "spill", "branch", "abort", "hang", "smem", "tma", "wgmma"] = "plain"
+    what: Literal["plain", "two", "vmem", "spill", "branch", "abort", "hang", "smem", "tma", "wgmma", "trade"] = "plain"
 
 
 def supports(request, device):
