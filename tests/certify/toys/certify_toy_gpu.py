@@ -27,7 +27,7 @@ def by_tma(x_ref, y_ref, out_ref, x_s, y_s, out_s, full):
 
 
 def trading(x_ref, y_ref, out_ref, *_):
-    """Two warpgroups of three work, on 144 numbers a thread: with what else it takes, more than a third of the registers."""
+    """Two warpgroups of three work on 144 numbers a thread, which takes more than a third of the registers."""
     warpgroup, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
 
     @pl.when(warpgroup == 2)
