@@ -87,7 +87,7 @@ def rows(tiling: Tiling, array: jax.Array) -> Placed:
 
 
 def masks(tiling: Tiling, operands: Operands) -> dict[str, Placed]:
-    """The operands that decide who sees whom: `bias`, `mask` and segment ids."""
+    """The operands that decide who sees whom: `bias`, `mask` and segment ids, of the keys of the tiling."""
     found: dict[str, Placed] = {}
     if "bias" in operands:
         bias = operands["bias"]
@@ -107,9 +107,11 @@ def _scores(tiling: Tiling, array: jax.Array) -> Placed:
     """[#B, #N, #T, #S] transposed; along lanes it has T or, if that is 1, copies to fill a register."""
     b_size, n_size, t_size, s_size = array.shape
     column, row = t_size == 1 and s_size > 1, s_size == 1
+    if not row:
+        array = array[..., tiling.first_key : tiling.first_key + tiling.S]
     array = jnp.swapaxes(array, 2, 3)
     if column:
-        array = jnp.broadcast_to(array, (b_size, n_size, s_size, LANES))
+        array = jnp.broadcast_to(array, (b_size, n_size, tiling.S, LANES))
     elif row:
         array = jnp.broadcast_to(array, (b_size, n_size, 1, tiling.T))
 

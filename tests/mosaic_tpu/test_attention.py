@@ -73,6 +73,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias_of_all": {"bias": normal(1, 1, 1, 1), "logits_soft_cap": 5.0},
     "bias_of_batch": {"bias": normal(1, 1, T, S), "local_window_size": (10, 80)},
 }
+SELECTIVE = (
+    "bias_cap",
+    "mask_of_keys",
+    "mask_of_rows",
+    "mask_of_all",
+    "bias_of_heads",
+    "bias_of_rows",
+    "segments_window",
+)
 QUICK = {"forward": ("causal", "lengths_causal", "bias_cap", "segments_mask"), "backward": ("window", "bias_cap")}
 
 
@@ -144,6 +153,16 @@ def test_other_blocks_and_modes(name: str, mode: str) -> None:
     params = {n: np.repeat(x, 2, 1) if n == "bias" else x for n, x in CALLS[name].items()}
     check_forward(arrays, params, config=UNEVEN, mode=mode)
     check_backward(arrays, params, config=SPANS_VJP, mode=mode)
+
+
+@pytest.mark.parametrize("name", ["segments_mask", *(pytest.param(name, marks=pytest.mark.slow) for name in SELECTIVE)])
+def test_each_span_of_keys_has_its_part_of_what_hides_keys(name: str) -> None:
+    keys = 257  # the last span is one key
+    cut = {"bias": 3, "mask": 3, "kv_segment_ids": 1}
+    params = {
+        n: np.take(x, range(keys), cut[n]) if n in cut and x.shape[cut[n]] > 1 else x for n, x in CALLS[name].items()
+    }
+    check_backward((Q, KEY[:, :keys], V[:, :keys]), params, config=SPANS_VJP)
 
 
 @pytest.mark.parametrize("name", ["causal", pytest.param("bias_cap", marks=pytest.mark.slow)])
