@@ -1,13 +1,35 @@
-"""What every test shares: eight CPU devices, and a registry that a test may do anything to."""
+"""What every test shares: eight CPU devices, room for programs, and a registry that a test may do anything to."""
 
+import gc
+import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # Before JAX starts: sharding, and processes with several kinds of device, are tested on these.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+
+_tests = itertools.count(1)
+_MAPPINGS = Path("/proc/self/maps")
+_MOST_MAPPINGS = 30_000
+"""Of the 65,530 that Linux gives a process by default. On JAX 0.10 every program that is loaded takes some, and what
+compiles when there are no more crashes."""
+
+
+def pytest_runtest_teardown() -> None:
+    """Drops compiled programs before there are too many."""
+    if next(_tests) % 20 == 0 and _MAPPINGS.exists():
+        with _MAPPINGS.open("rb") as lines:
+            mappings = sum(1 for _ in lines)
+        if mappings > _MOST_MAPPINGS:
+            import jax
+
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture

@@ -89,8 +89,10 @@ def default_config(request: Request, device: Device) -> AttentionConfig:
     """
     small = _exact(request) and _two_loops(request)
     q, kv, chunk = (512, 512, 256) if small else (1024, 1024, 512)
+    S = request["key"].shape[1]
     narrow = max(request[name].shape[-1] for name in ("query", "value")) <= LANES
-    if narrow and not _exact(request) and not _two_loops(request) and request["key"].shape[1] % 2048 == 0:
+    # One block alone would leave the stages little to overlap.
+    if narrow and not _exact(request) and not _two_loops(request) and S > 2048 and S % 2048 == 0:
         kv = 2048
     q, kv, chunk, span = _fit(_forward_bytes, request, device, q, kv, chunk, most=8192)
     return AttentionConfig(block_q=q, block_kv=kv, chunk_q=chunk, span_kv=span, vmem_limit_bytes=_vmem(device))

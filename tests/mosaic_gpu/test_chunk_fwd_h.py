@@ -29,7 +29,7 @@ QUICK = {"all_cumulative", "bf16", "golden_g_gk", "no_tokens", "gamma_lightning"
 QUICK_GRADIENTS = {"bf16"}
 EVERY = ("g", "g_gamma", "gk", "gv")
 # 6,150 sequences and heads, one after another, take the simulator minutes; other packed cases have all that is in them.
-TABLE = [case for case in chunk_cases.cases() if case.name != "packed_many"]
+TABLE = [case for case in chunk_cases.cases() if not case.long]
 
 
 def params(quick, cases=TABLE):

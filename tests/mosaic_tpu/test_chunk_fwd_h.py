@@ -90,7 +90,7 @@ def test_several_blocks_forward_and_backward(name, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [LATE, EARLY], ids=lambda options: options.dma)
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in cases() if not case.long], ids=lambda case: case.name)
 def test_every_case_forward_and_backward(case, options):
     check(case, options)
 
