@@ -98,7 +98,7 @@ def _reduce(name: str, x: str, **params: Any) -> Workload:
 # hold, and pass through vector memory between the matrix units. The estimates count that, and are best with blocks
 # of that size.
 _SCORES_SPILL = {"tpu": 12_000}
-_EXACT_SCORES_SPILL = {"tpu": 24_000}  # products of float32 are made of six, whose sums pass through memory too
+_EXACT_SCORES_SPILL = {"tpu": 25_000}  # products of float32 are made of six, whose sums pass through memory too
 _PRODUCTS_SPILL = {"tpu": 4_000}
 _STATES_SPILL = {"tpu": 128}
 
