@@ -165,7 +165,7 @@ def _kernel(
             bias = view.bias(row, column, shape)
             values, _ = scores.of(dot(q_s.at[slot, wg], k_s.at[slot], transpose_b=True), bias)
             lse, delta = (load_tile(rows_g, (b, head, which, pl.ds(row, ROWS))) for which in range(2))
-            weights = jnp.exp2(values * scores.factor - rows_of(lse, shape))
+            weights = scores.weights(values, rows_of(lse, shape))
             d_weights = dot(d_s.at[slot, wg], v_s.at[slot], transpose_b=True)
             blocks.release(slot)
             d_scores = weights * (d_weights - rows_of(delta, shape))

@@ -114,7 +114,7 @@ def _kernel(
             slot, column = blocks.take(before + number), span.block(number) * block
             bias = view.bias(column, row, shape)
             values, slope = scores.of(dot(k_s.at[wg], q_s.at[slot], transpose_b=True), bias)
-            weights = jnp.exp2(values * scores.factor - rows_of(rows_s[slot, 0], shape, 1))
+            weights = scores.weights(values, rows_of(rows_s[slot, 0], shape, 1))
             if masked:
                 weights = jnp.where(view.seen(column, row, shape, bias), weights, 0.0)
             new = {}

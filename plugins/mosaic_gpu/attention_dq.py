@@ -103,7 +103,7 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_g.at[at], q_s.at[wg], own.at[wg])
         plgpu.copy_gmem_to_smem(d_g.at[at], d_s.at[wg], own.at[wg])
         lse, delta = (load_tile(rows_g, (b, head, which, pl.ds(row, ROWS))) for which in range(2))
-        lse = lse - math.log2(scale) if folded else lse
+        lse = lse - math.log(scale) * scores.unit if folded else lse
         plgpu.barrier_wait(own.at[wg])
 
         def step(masked: bool, number: Any, acc: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def _kernel(
             column = span.block(number) * block
             bias = view.bias(row, column, shape)
             values, slope = scores.of(dot(q_s.at[wg], k_s.at[slot], transpose_b=True), bias)
-            weights = jnp.exp2(values * scores.factor - rows_of(lse, shape))
+            weights = scores.weights(values, rows_of(lse, shape))
             weights = weights if slope is None else weights * slope
             d_weights = dot(d_s.at[wg], v_s.at[slot], transpose_b=True)
             d_scores = weights * (d_weights - rows_of(delta, shape))

@@ -18,7 +18,6 @@ The schedule is that of FlashAttention-3 (Shah et al. 2024) and of JAX's own ker
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from opmux.plugins.mosaic_gpu.attention_blocks import Problem, fold, rows_of
 from opmux.plugins.mosaic_gpu.attention_config import ROWS, TILE, WIDE, AttentionConfig
-from opmux.plugins.mosaic_gpu.attention_scores import Scores
+from opmux.plugins.mosaic_gpu.attention_scores import LOWEST, Scores
 from opmux.plugins.mosaic_gpu.attention_stream import over_tiles, slot_of
 from opmux.plugins.mosaic_gpu.attention_tiles import QueryTiles, divide, stream, streamed
 from opmux.plugins.mosaic_gpu.attention_view import View
@@ -45,9 +44,6 @@ from opmux.plugins.mosaic_gpu.pallas import (
     launch,
     swizzled,
 )
-
-_LOWEST = -3e38
-"""Where the running maximum starts: below every score, and finite, so that no difference of maxima is NaN."""
 
 
 def forward(
@@ -179,8 +175,8 @@ def _kernel(
                 if masked:
                     x = jnp.where(view.seen(row, column, shape, bias), x, -jnp.inf)
                 new = jnp.maximum(top, x.max(axis=1) * scores.factor)
-                shrink = jnp.exp2(top - new)
-                weights = jnp.exp2(x * scores.factor - rows_of(new, shape))
+                shrink = scores.power(top - new)
+                weights = scores.weights(x, rows_of(new, shape))
                 acc = acc * rows_of(shrink, acc.shape)
                 total = total * shrink + weights.sum(axis=1)
                 acc, new, total, packed = lax.optimization_barrier((acc, new, total, weights.astype(problem.dtype)))
@@ -195,7 +191,7 @@ def _kernel(
             acc, top, total = fold(
                 span, step,
                 (
-                    jnp.zeros((ROWS, channels), jnp.float32), jnp.full((ROWS,), _LOWEST, jnp.float32),
+                    jnp.zeros((ROWS, channels), jnp.float32), jnp.full((ROWS,), LOWEST, jnp.float32),
                     jnp.zeros((ROWS,), jnp.float32),
                 ),
             )  # fmt: skip
@@ -208,7 +204,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(o_s.at[wg], o_g.at[(b, pl.ds(row, ROWS), head, *columns(part))])
             if lse_g is not None:
                 # Made only if it is stored: nothing else says how it lies in registers.
-                lse = top * math.log(2) + jnp.log(total)
+                lse = top * (1 / scores.unit) + jnp.log(total)
                 if problem.lengths:
                     lse = jnp.where(row + lax.broadcasted_iota(jnp.int32, lse.shape, 0) < bounds.q, lse, -jnp.inf)
 

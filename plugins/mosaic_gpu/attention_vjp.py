@@ -9,7 +9,6 @@ those of every key that it sees NaN, and no others. An empty row has no weights 
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import jax
@@ -23,6 +22,7 @@ from opmux.plugins.mosaic_gpu.attention_config import TILE, AttentionVjpConfig
 from opmux.plugins.mosaic_gpu.attention_dbias import dbias
 from opmux.plugins.mosaic_gpu.attention_dkv import dkv
 from opmux.plugins.mosaic_gpu.attention_dq import dq
+from opmux.plugins.mosaic_gpu.attention_scores import Scores
 from opmux.plugins.mosaic_gpu.attention_tiles import KeyTiles, QueryTiles
 from opmux.plugins.mosaic_gpu.attention_view import masks
 from opmux.plugins.mosaic_gpu.pallas import pad_axis
@@ -66,9 +66,10 @@ def attention_vjp(request: Request, operands: Operands, config: Config) -> Outpu
 
 
 def _rows(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`d_out` [B, T, N, Hv], and [B, N, 2, T] of log-sum-exps in base 2 and deltas, T padded to whole tiles.
+    """`d_out` [B, T, N, Hv], and [B, N, 2, T] of log-sum-exps and deltas, T padded to whole tiles.
 
-    A row that does not exist, or sees nothing, has a log-sum-exp of +inf, so that its weights are 0.
+    Log-sum-exps are in the unit of `Scores`. Of a row that does not exist, or sees nothing, they are +inf, so that its
+    weights are 0.
     """
     lse, out = operands["lse"].astype(jnp.float32), operands["out"]
     empty = lse == -jnp.inf
@@ -77,6 +78,6 @@ def _rows(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array]:
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     if "d_lse" in operands:
         delta = delta - operands["d_lse"].astype(jnp.float32)
-    lse = jnp.where(empty, jnp.inf, lse * math.log2(math.e)).transpose(0, 2, 1)
+    lse = jnp.where(empty, jnp.inf, lse * Scores(problem).unit).transpose(0, 2, 1)
     delta = jnp.where(empty, 0, delta).transpose(0, 2, 1)
     return d_out, jnp.stack([pad_axis(lse, 2, TILE, jnp.inf), pad_axis(delta, 2, TILE)], axis=2)

@@ -22,7 +22,10 @@ from opmux.testing.oracle.attention import attention as oracle
 from opmux.testing.tolerances import GRADIENT_FACTOR, assert_close, rtol
 
 CASES = {case.name: case for case in attention_cases.cases()}
-QUICK = {"everything", "nan_in_future", "lengths_causal_bottom_right", "empty_keys", "empty_head_dim", "float16"}
+QUICK = {
+    "everything", "nan_in_future", "lengths_causal_bottom_right", "empty_keys", "empty_head_dim", "float16",
+    "bias_row_of_lowest",
+}  # fmt: skip
 TILES = {"block_kv": 32, "num_stages": 2, "num_ctas": 2}
 VJP_TILES = {**TILES, "block_q": 32}
 
