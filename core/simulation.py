@@ -129,7 +129,8 @@ class Simulator:
 _one_at_a_time = threading.Lock()
 
 
-@lru_cache(maxsize=1024)
+# A process may map 65,530 pieces of memory on Linux, and a program takes hundreds: what compiles then crashes.
+@lru_cache(maxsize=64)
 class _Program:
     """A kernel, traced at once and compiled when it first runs: the same one for the same question.
 
