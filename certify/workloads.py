@@ -100,7 +100,7 @@ def _reduce(name: str, x: str, **params: Any) -> Workload:
 _SCORES_SPILL = {"tpu": 12_000}
 _EXACT_SCORES_SPILL = {"tpu": 25_000}  # products of float32 are made of six, whose sums pass through memory too
 _PRODUCTS_SPILL = {"tpu": 4_000}
-_STATES_SPILL = {"tpu": 128}
+_STATES_SPILL = {"tpu": 128, "tpu-v4": 320}
 
 
 def _matmul(name: str, a: str, b: str, **params: Any) -> Workload:
