@@ -132,7 +132,7 @@ def _chunk(
     if starts:
         args["cu_seqlens"] = starts
     # Products of float32 are made of six, and v4 has no registers to spare for any.
-    spills = _STATES_SPILL if dtype == "f32" else {"tpu-v4": 256}
+    spills = _STATES_SPILL if dtype == "f32" else {"tpu-v4": 512}
     return Workload(name=name, args=args, params={"output_final_state": True, **params}, allowed_spills=spills)
 
 
