@@ -16,8 +16,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 _tests = itertools.count(1)
 _MAPPINGS = Path("/proc/self/maps")
 _MOST_MAPPINGS = 25_000
-"""Of the 65,530 that Linux gives a process by default. On JAX 0.10 every program that is loaded takes some, and what
-compiles when there are no more crashes."""
+"""Of the 65,530 that Linux gives a process by default. Programs take some, and what compiles when there are no more
+crashes."""
 
 
 def pytest_runtest_teardown() -> None:
